@@ -1,0 +1,1 @@
+"""The HTTP service: validation, text, the engine and its scheduler. Importing this package imports no torch."""

