@@ -1,0 +1,54 @@
+"""What crosses the border between engine and model in one step: chunks of sequences in, sampled tokens out. Plain Python, no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from model.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class SequenceChunk:
+    """The next tokens of one sequence to run through the network.
+
+    Query position p of the chunk is ``start + p``. Block tables are indexed by position // block_size and cover at least
+    ``start + len(token_ids)`` positions; entry 0 is the null block (recycled, outside the window, never read).
+    """
+
+    token_ids: Sequence[int]
+    start: int  # number of this sequence's tokens whose keys and values are in the cache
+    global_block_table: Sequence[int]
+    local_block_table: Sequence[int]
+    sampling: SamplingParams
+    samples: bool  # the chunk ends with the sequence's last known token: draw the next one
+    prompt_token_ids: Sequence[int] = ()  # read for penalties only
+    output_token_ids: Sequence[int] = ()  # tokens generated so far (its length is the position of the random draw)
+    # Prompt log-probabilities: the token that follows position start + i, for i < len(prompt_targets) <= len(token_ids).
+    prompt_targets: Sequence[int] = ()
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Raw log-probability of one token and of the likeliest alternatives, likeliest first (float32 values as Python floats)."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(slots=True)
+class ChunkResult:
+    """What one chunk yielded. ``token_ids`` is empty unless the chunk samples (a list, so that speculation can return several)."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token id, when asked for
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per prompt target, when asked for
+    error: str | None = None  # this sequence alone failed (non-finite logits)
+
+
+class Runner(Protocol):
+    """The engine's view of a loaded model."""
+
+    def run(self, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
+        """Run one step; one result per chunk, in order. Writes keys and values of every chunk's tokens to the cache."""
+        ...

@@ -1,0 +1,1 @@
+"""Continuous batching: block pools, KV manager, scheduler, the step loop and its thread."""

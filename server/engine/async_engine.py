@@ -1,0 +1,183 @@
+"""The engine's thread and its door to asyncio: ``generate()`` streams tokens, closing the stream aborts the request.
+
+Commands go in through an inbox, outputs come back in one thread-safe callback per step. A fault in the step ends the engine:
+every open stream gets EngineDeadError, and ``on_death`` is told.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import TypeVarTuple, Unpack
+
+from server.engine.core import EngineCore
+from server.engine.request import EngineDeadError, EngineDrainingError, EngineError, GenerationSpec, TokenOutput
+from server.engine.scheduler import RequestEvent
+from server.engine.stats import EngineStats, StepStats
+
+logger = logging.getLogger("gemserve.engine")
+
+Args = TypeVarTuple("Args")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What one request may ask for. ``max_model_len`` is the smallest of the model's, the flag's and the cache's capacity."""
+
+    max_model_len: int
+    max_num_seqs: int
+    kv_capacity_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Add:
+    spec: GenerationSpec
+    arrival: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: str
+
+
+class AsyncEngine:
+    """Runs an EngineCore in a thread of its own. All public methods belong to one event loop."""
+
+    def __init__(self, core: EngineCore, limits: EngineLimits) -> None:
+        self.limits = limits
+        self.error: BaseException | None = None
+        self.on_step: Callable[[StepStats], None] | None = None  # called in the engine's thread
+        self.on_death: Callable[[BaseException], None] | None = None  # called in the event loop
+        self._core = core
+        self._inbox: deque[_Add | _Abort] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._draining = False
+        self._streams: dict[str, asyncio.Queue[TokenOutput | EngineError]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="gemserve-engine", daemon=True)
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._core.stats
+
+    @property
+    def is_dead(self) -> bool:
+        return self.error is not None
+
+    @property
+    def is_ready(self) -> bool:
+        return self._loop is not None and not self.is_dead and not self._draining and not self._stopping
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
+    def start(self) -> None:
+        """Start the thread; outputs are delivered to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def generate(self, spec: GenerationSpec) -> AsyncIterator[TokenOutput]:
+        """Stream a request's outputs until its finish reason. Closing the generator aborts the request.
+
+        Raises RequestFailedError when this request alone failed, EngineDeadError and EngineDrainingError as they say.
+        """
+        self._check_open()
+        outputs: asyncio.Queue[TokenOutput | EngineError] = asyncio.Queue()
+        assert spec.request_id not in self._streams, "request ids are unique among live requests"
+        self._streams[spec.request_id] = outputs
+        self._send(_Add(spec, time.monotonic()))
+        ended = False
+        try:
+            while not ended:
+                item = await outputs.get()
+                if isinstance(item, EngineError):
+                    ended = True
+                    raise item
+                ended = item.finish_reason is not None
+                yield item
+        finally:
+            del self._streams[spec.request_id]
+            if not ended:
+                self._send(_Abort(spec.request_id))
+
+    def _check_open(self) -> None:
+        if self.error is not None:
+            raise EngineDeadError("The engine stopped after an internal error; the server must be restarted.")
+        if self._draining or self._stopping:
+            raise EngineDrainingError("The server is shutting down and takes no new requests.")
+
+    async def drain(self, timeout: float) -> None:
+        """Take no new requests and wait until the open ones end, at most ``timeout`` seconds; the rest get an error."""
+        self._draining = True
+        deadline = time.monotonic() + timeout
+        while self._streams and time.monotonic() < deadline and not self.is_dead:
+            await asyncio.sleep(0.02)
+        self._fail_streams(EngineDrainingError("The server shut down before this request was finished."))
+
+    async def stop(self) -> None:
+        """End the thread after the step it is in."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+
+    def _send(self, command: _Add | _Abort) -> None:
+        with self._wake:
+            self._inbox.append(command)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                events = self._core.step()
+                if self.on_step is not None and self._core.last_step is not None:
+                    self.on_step(self._core.last_step)
+                if events:
+                    self._call_in_loop(self._deliver, events)
+        except BaseException as error:  # whatever ends this thread ends the engine, and everyone waiting is told
+            logger.exception("the engine stopped after an error in its step")
+            self.error = error
+            self._call_in_loop(self._die, error)
+
+    def _take_commands(self) -> bool:
+        """Apply the inbox; sleep while there is nothing to do. False when the engine is to stop."""
+        with self._wake:
+            while not self._inbox and not self._core.has_work and not self._stopping:
+                self._wake.wait()
+            if self._stopping:
+                return False
+            commands = list(self._inbox)
+            self._inbox.clear()
+        for command in commands:
+            if isinstance(command, _Add):
+                self._core.add(command.spec, command.arrival)
+            else:
+                self._core.abort(command.request_id)
+        return True
+
+    def _call_in_loop(self, callback: Callable[[Unpack[Args]], None], *args: Unpack[Args]) -> None:
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            self._loop.call_soon_threadsafe(callback, *args)
+
+    def _deliver(self, events: list[RequestEvent]) -> None:
+        for request, event in events:
+            outputs = self._streams.get(request.request_id)
+            if outputs is not None:  # else its client has left and the abort is on its way
+                outputs.put_nowait(event)
+
+    def _die(self, error: BaseException) -> None:
+        self._fail_streams(EngineDeadError("The engine stopped after an internal error."))
+        if self.on_death is not None:
+            self.on_death(error)
+
+    def _fail_streams(self, error: EngineError) -> None:
+        for outputs in self._streams.values():
+            outputs.put_nowait(error)

@@ -1,0 +1,125 @@
+"""Blocks of one cache group: reference counts, the free queue and the hashes of cached content. Imports no torch.
+
+Every block but the null block (id 0) is in exactly one state: used (reference count > 0), cached (free, its content still
+addressable by hash) or blank (free, no hash). Blank blocks are reused first, then cached ones, least recently used first.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+NULL_BLOCK = 0
+
+
+class BlockPool:
+    """Owner of ``num_blocks`` blocks, the null block included."""
+
+    def __init__(self, num_blocks: int, name: str) -> None:
+        assert num_blocks >= 1, f"the {name} pool needs its null block"
+        self.name = name
+        self.num_blocks = num_blocks
+        self.num_evicted = 0  # cached blocks whose content was given up for reuse
+        self._ref_counts = [0] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._blank = list(range(num_blocks - 1, 0, -1))  # a stack; low ids first
+        self._cached: dict[int, None] = {}  # insertion order is recency
+        self._by_hash: dict[bytes, int] = {}
+
+    @property
+    def num_usable(self) -> int:
+        return self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated now: blank and cached."""
+        return len(self._blank) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_usable - self.num_free
+
+    def ref_count(self, block: int) -> int:
+        return self._ref_counts[block]
+
+    def allocate(self, count: int) -> list[int]:
+        """Take ``count`` free blocks, reference count 1 each. The caller has checked ``num_free``."""
+        assert count <= self.num_free, f"{self.name} pool: {count} blocks asked for, {self.num_free} free"
+        blocks = []
+        for _ in range(count):
+            if self._blank:
+                block = self._blank.pop()
+            else:
+                block = next(iter(self._cached))
+                del self._cached[block]
+                self._forget_hash(block)
+                self.num_evicted += 1
+            self._ref_counts[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def touch(self, block: int) -> None:
+        """Add a reference to a block found by its hash."""
+        if self._ref_counts[block] == 0:
+            del self._cached[block]
+        self._ref_counts[block] += 1
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """Give back one reference each; null blocks are skipped. The first one freed is the first one reused."""
+        for block in blocks:
+            if block == NULL_BLOCK:
+                continue
+            count = self._ref_counts[block] - 1
+            assert count >= 0, f"{self.name} pool: block {block} freed twice"
+            self._ref_counts[block] = count
+            if count == 0:
+                if self._hashes[block] is None:
+                    self._blank.append(block)
+                else:
+                    self._cached[block] = None
+
+    def publish(self, block: int, content_hash: bytes) -> None:
+        """Make a computed, used block findable. A second block of the same content stays private."""
+        assert self._ref_counts[block] > 0 and self._hashes[block] is None
+        if content_hash not in self._by_hash:
+            self._by_hash[content_hash] = block
+            self._hashes[block] = content_hash
+
+    def find(self, content_hash: bytes) -> int | None:
+        return self._by_hash.get(content_hash)
+
+    def num_free_among(self, blocks: Sequence[int]) -> int:
+        """How many of these blocks count as free now (a touch would take them from the free queue)."""
+        return sum(1 for block in blocks if self._ref_counts[block] == 0)
+
+    def forget_cached(self) -> None:
+        """Drop the content of every cached block; used blocks lose their hashes too, so nothing old can be found."""
+        for block in list(self._by_hash.values()):
+            self._forget_hash(block)
+        self._blank.extend(self._cached)
+        self._cached.clear()
+
+    def _forget_hash(self, block: int) -> None:
+        content_hash = self._hashes[block]
+        assert content_hash is not None
+        del self._by_hash[content_hash]
+        self._hashes[block] = None
+
+    def check_invariants(self, tables: Iterable[Sequence[int]]) -> None:
+        """Assert that states partition the pool and reference counts equal the block tables' own count."""
+        held = Counter(block for table in tables for block in table if block != NULL_BLOCK)
+        blank, cached = set(self._blank), set(self._cached)
+        assert len(blank) == len(self._blank), f"{self.name} pool: a block is twice in the free list"
+        assert not blank & cached, f"{self.name} pool: a block is blank and cached"
+        assert NULL_BLOCK not in blank | cached | set(held), f"{self.name} pool: the null block was handed out"
+        for block in range(1, self.num_blocks):
+            count = self._ref_counts[block]
+            assert count == held[block], f"{self.name} pool: block {block} has {count} references, tables hold {held[block]}"
+            assert (count == 0) == (block in blank or block in cached), f"{self.name} pool: block {block} is lost"
+            content_hash = self._hashes[block]
+            assert content_hash is None or self._by_hash.get(content_hash) == block, f"{self.name} pool: stale hash"
+            assert block not in blank or content_hash is None, f"{self.name} pool: blank block {block} has a hash"
+            assert block not in cached or content_hash is not None, f"{self.name} pool: cached block {block} has no hash"
+        assert len(self._by_hash) == sum(h is not None for h in self._hashes), f"{self.name} pool: hash index differs"

@@ -1,0 +1,140 @@
+"""The synchronous body of the engine: one ``step()`` schedules, runs the model and takes the results. No threads, no asyncio.
+
+The only place that hands work to a model runner. Everything it owns may be touched by one thread only.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from model.sequence_chunk import Runner, SequenceChunk
+from server.engine.kv_manager import KVCacheManager
+from server.engine.request import GenerationSpec, Request, RequestTimings
+from server.engine.scheduler import RequestEvent, ScheduledChunk, Scheduler, SchedulerConfig
+from server.engine.stats import EngineStats, StepStats
+
+# A step that also prefills may take this many times a decode-only step: running streams then pause less than five times their
+# usual gap, with room for the noise of the measurement.
+MIXED_STEP_RATIO = 3.5
+
+
+@dataclass(slots=True)
+class _StepTimes:
+    """Moving averages of what steps cost, in seconds; None until measured."""
+
+    decode_step: float | None = None
+    prefill_token: float | None = None
+
+    def observe(self, step: StepStats) -> None:
+        if step.kind == "decode":
+            self.decode_step = _average(self.decode_step, step.duration)
+        else:
+            decoding = self.decode_step if step.kind == "mixed" and self.decode_step is not None else 0.0
+            self.prefill_token = _average(self.prefill_token, max(0.0, step.duration - decoding) / step.num_prefill_tokens)
+
+
+def _average(old: float | None, new: float) -> float:
+    return new if old is None else 0.8 * old + 0.2 * new
+
+
+class EngineCore:
+    """Requests in, events out, one step at a time."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        kv: KVCacheManager,
+        config: SchedulerConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        debug_invariants: bool = False,
+    ) -> None:
+        self._runner = runner
+        self._clock = clock
+        self._debug_invariants = debug_invariants
+        self._kv = kv
+        self.scheduler = Scheduler(config, kv, clock)
+        self._requests: dict[str, Request] = {}
+        self._times = _StepTimes()
+        self.last_step: StepStats | None = None  # None after a step that had nothing to run
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.scheduler.stats
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, spec: GenerationSpec, arrival: float | None = None) -> None:
+        """Queue a request. ``arrival`` is a time of this core's clock."""
+        assert spec.request_id not in self._requests, "request ids are unique among live requests"
+        request = Request(spec, RequestTimings(self._clock() if arrival is None else arrival))
+        self._requests[spec.request_id] = request
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request in whatever state it is; unknown and finished ones are left alone."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self.scheduler.abort(request)
+        self._after_change()
+
+    def step(self) -> list[RequestEvent]:
+        """Run one step. An exception from the runner leaves the core unusable: the caller ends the engine."""
+        started = self._clock()
+        batch = self.scheduler.schedule()
+        if not batch.chunks:
+            self.last_step = None
+            self._after_change()
+            return []
+        chunks = [self._sequence_chunk(chunk) for chunk in batch.chunks]
+        kind, num_tokens, num_prefill_tokens = batch.kind, batch.num_tokens, batch.num_prefill_tokens
+        before_run = self._clock()
+        results = self._runner.run(chunks)
+        after_run = self._clock()
+        events = self.scheduler.update(batch, results)
+        for request, _ in events:
+            if request.timings.finished is not None:
+                del self._requests[request.request_id]
+        finished = self._clock()
+        host = before_run - started + finished - after_run
+        self.last_step = StepStats(kind, finished - started, host, num_tokens, len(chunks), num_prefill_tokens)
+        self._count(self.last_step)
+        self._after_change()
+        return events
+
+    def _sequence_chunk(self, chunk: ScheduledChunk) -> SequenceChunk:
+        request = chunk.request
+        start, stop = request.num_computed_tokens, request.num_computed_tokens + chunk.num_tokens
+        tables = self._kv.tables[request.request_id]
+        wants_prompt = request.sampling.prompt_logprobs is not None
+        return SequenceChunk(
+            token_ids=request.token_ids[start:stop],
+            start=start,
+            global_block_table=tables.global_blocks,
+            local_block_table=tables.local_blocks,
+            sampling=request.sampling,
+            samples=chunk.samples,
+            prompt_token_ids=request.spec.prompt_token_ids,
+            output_token_ids=request.token_ids[request.num_prompt_tokens :],
+            prompt_targets=request.token_ids[start + 1 : min(stop + 1, request.num_prompt_tokens)] if wants_prompt else (),
+        )
+
+    def _count(self, step: StepStats) -> None:
+        stats = self.stats
+        stats.steps_total[step.kind] += 1
+        stats.busy_seconds_total += step.duration
+        stats.schedule_seconds_total += step.schedule_seconds
+        stats.last_step_timestamp = time.time()
+        times = self._times
+        times.observe(step)
+        if times.decode_step is not None and times.prefill_token:
+            allowed = int((MIXED_STEP_RATIO - 1) * times.decode_step / times.prefill_token)
+            config = self.scheduler.config
+            self.scheduler.mixed_prefill_tokens = min(max(allowed, self._kv.block_size), config.max_num_batched_tokens)
+
+    def _after_change(self) -> None:
+        self.scheduler.write_stats()
+        if self._debug_invariants or not self.has_work:
+            self.scheduler.check_invariants()

@@ -1,0 +1,218 @@
+"""Both block tables of every running request: prefix hits, allocation, recycling behind the window, publishing, freeing.
+
+The global group keeps every token; the local group gives back, right after each step, what the sliding window can no longer
+reach. Sizes come from KVCacheSpec alone. Imports no torch.
+"""
+
+import hashlib
+from array import array
+from collections import Counter
+from dataclasses import dataclass
+
+from model.kv_cache_spec import KVCacheSpec
+from server.engine.block_pool import NULL_BLOCK, BlockPool
+from server.engine.request import Request
+from server.engine.stats import EngineStats
+
+
+@dataclass(slots=True)
+class BlockTables:
+    """Block ids by position // block_size. Recycled local entries are the null block."""
+
+    global_blocks: list[int]
+    local_blocks: list[int]
+    num_recycled: int = 0  # leading local entries that are null
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """A cached prefix, valid in both groups. ``pending``: the next block is being computed by a running request right now."""
+
+    num_tokens: int
+    global_blocks: list[int]
+    local_blocks: list[int]  # the blocks that cover the window before num_tokens
+    limited_by: str | None  # "global" or "local": the pool that ended the hit; None: everything that may hit did
+    pending: bool = False
+
+
+class KVCacheManager:
+    """Owner of both pools and of all block tables."""
+
+    def __init__(self, spec: KVCacheSpec, num_global_blocks: int, num_local_blocks: int, *, prefix_caching: bool) -> None:
+        self.spec = spec
+        self.block_size = spec.block_size
+        self.prefix_caching = prefix_caching
+        self.global_pool = BlockPool(num_global_blocks, "global")
+        self.local_pool = BlockPool(num_local_blocks, "local")
+        self.tables: dict[str, BlockTables] = {}
+        self.num_recycled = 0
+        self._in_flight: Counter[bytes] = Counter()  # blocks that running requests are going to publish
+        self._in_flight_of: dict[str, list[bytes]] = {}
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.global_pool.num_usable * self.block_size
+
+    def find_hit(self, request: Request) -> PrefixHit:
+        """Longest cached prefix of the request's tokens: a multiple of the block size, at most ``max_hit_tokens``.
+
+        The global group must hold every block of it; the local group those covering ``[h - W + 1, h)``.
+        """
+        if not self.prefix_caching:
+            return PrefixHit(0, [], [], None)
+        limit = request.max_hit_tokens // self.block_size
+        hashes = self._block_hashes(request, limit)
+        global_blocks: list[int] = []
+        for content_hash in hashes[:limit]:
+            block = self.global_pool.find(content_hash)
+            if block is None:
+                break
+            global_blocks.append(block)
+        longest = len(global_blocks)
+        pending = longest < limit and self._in_flight[hashes[longest]] > 0
+        count = self._longest_local_hit(hashes, longest)
+        first = self.spec.first_local_block(count * self.block_size)
+        local_blocks = [self._find_local(content_hash) for content_hash in hashes[first:count]]
+        limited_by = "local" if count < longest else "global" if longest < limit else None
+        return PrefixHit(count * self.block_size, global_blocks[:count], local_blocks, limited_by, pending)
+
+    def _longest_local_hit(self, hashes: list[bytes], longest: int) -> int:
+        """Largest count <= longest such that every local block in [first_local_block(count * B), count) is held."""
+        count = index = longest
+        while index > self.spec.first_local_block(count * self.block_size):
+            index -= 1
+            if self.local_pool.find(hashes[index]) is None:
+                count = index  # any longer hit would need this block
+        return count
+
+    def _find_local(self, content_hash: bytes) -> int:
+        block = self.local_pool.find(content_hash)
+        assert block is not None
+        return block
+
+    def num_blocks_to_admit(self, request: Request, hit: PrefixHit, num_tokens: int) -> int:
+        """Free global blocks that admission takes away: new ones up to ``num_tokens``, and cached ones that the hit revives."""
+        new = self.spec.blocks(num_tokens).global_blocks - len(hit.global_blocks)
+        return new + self.global_pool.num_free_among(hit.global_blocks)
+
+    def num_blocks_outstanding(self, request: Request) -> int:
+        """Global blocks that a running request still needs for the tokens it already has."""
+        held = len(self.tables[request.request_id].global_blocks)
+        return max(0, self.spec.blocks(request.num_tokens).global_blocks - held)
+
+    def admit(self, request: Request, hit: PrefixHit) -> None:
+        """Start a request's tables with its hit: touches all hit blocks of both pools. Allocation follows."""
+        assert request.request_id not in self.tables
+        for block in hit.global_blocks:
+            self.global_pool.touch(block)
+        for block in hit.local_blocks:
+            self.local_pool.touch(block)
+        num_blocks = len(hit.global_blocks)
+        first = num_blocks - len(hit.local_blocks)
+        self.tables[request.request_id] = BlockTables(
+            list(hit.global_blocks), [NULL_BLOCK] * first + list(hit.local_blocks), num_recycled=first
+        )
+        request.num_computed_tokens = hit.num_tokens
+        request.num_published_blocks = num_blocks
+        if self.prefix_caching:
+            full = request.num_tokens // self.block_size
+            hashes = self._block_hashes(request, full)[num_blocks:full]
+            self._in_flight_of[request.request_id] = hashes
+            self._in_flight.update(hashes)
+
+    def allocate(self, request: Request, num_new_tokens: int) -> bool:
+        """Grow both tables to hold ``num_new_tokens`` more; all or nothing. False when the global pool has too few blocks."""
+        tables = self.tables[request.request_id]
+        total = self.spec.blocks(request.num_computed_tokens, num_new_tokens).global_blocks
+        num_new = total - len(tables.global_blocks)
+        if num_new <= 0:
+            return True
+        if num_new > self.global_pool.num_free:
+            return False
+        # The local pool is sized so that this can't fail (KVCacheSpec.local_pool_blocks); allocate() asserts it.
+        tables.local_blocks.extend(self.local_pool.allocate(total - len(tables.local_blocks)))
+        tables.global_blocks.extend(self.global_pool.allocate(num_new))
+        return True
+
+    def commit(self, request: Request) -> None:
+        """After a step: publish the blocks it filled, then recycle the local blocks behind the window."""
+        tables = self.tables[request.request_id]
+        num_computed = request.num_computed_tokens
+        if self.prefix_caching:
+            full = num_computed // self.block_size
+            hashes = self._block_hashes(request, full)
+            for index in range(request.num_published_blocks, full):
+                self.global_pool.publish(tables.global_blocks[index], hashes[index])
+                self.local_pool.publish(tables.local_blocks[index], hashes[index])
+            if full > request.num_published_blocks:
+                self._land(request.request_id, full - request.num_published_blocks)
+                request.num_published_blocks = full
+        first = self.spec.first_local_block(num_computed)
+        if first > tables.num_recycled:
+            recycled = tables.local_blocks[tables.num_recycled : first]
+            tables.local_blocks[tables.num_recycled : first] = [NULL_BLOCK] * len(recycled)
+            tables.num_recycled = first
+            self.local_pool.free(recycled)
+            self.num_recycled += len(recycled)
+
+    def free(self, request: Request) -> None:
+        """Give back everything a request holds. Its last blocks are reused first, so that shared beginnings live longest."""
+        tables = self.tables.pop(request.request_id)
+        self.global_pool.free(reversed(tables.global_blocks))
+        self.local_pool.free(reversed(tables.local_blocks))
+        self._land(request.request_id, None)
+        request.num_published_blocks = 0
+
+    def _land(self, request_id: str, count: int | None) -> None:
+        """Take the first ``count`` (None: all) of a request's blocks off the list of those being computed."""
+        hashes = self._in_flight_of.get(request_id)
+        if hashes is None:
+            return
+        landed = hashes if count is None else hashes[:count]
+        for content_hash in landed:
+            self._in_flight[content_hash] -= 1
+            if self._in_flight[content_hash] <= 0:
+                del self._in_flight[content_hash]
+        rest = hashes[len(landed) :]
+        if rest:
+            self._in_flight_of[request_id] = rest
+        else:
+            del self._in_flight_of[request_id]
+
+    def _block_hashes(self, request: Request, count: int) -> list[bytes]:
+        """Chain of sha256 over parent, token ids and salt, extended to at least ``count`` full blocks."""
+        hashes = request.block_hashes
+        while len(hashes) < count:
+            start = len(hashes) * self.block_size
+            parent = hashes[-1] if hashes else hash_block(b"", (request.spec.cache_salt or "").encode())
+            tokens = array("I", request.token_ids[start : start + self.block_size])
+            hashes.append(hash_block(parent, tokens.tobytes()))
+        return hashes
+
+    def write_stats(self, stats: EngineStats) -> None:
+        stats.recycled_blocks_total = self.num_recycled
+        for pool in (self.global_pool, self.local_pool):
+            pool_stats = stats.pools[pool.name]
+            pool_stats.used = pool.num_used
+            pool_stats.cached = pool.num_cached
+            pool_stats.free = pool.num_free - pool.num_cached
+            pool_stats.evicted_total = pool.num_evicted
+            pool_stats.capacity_tokens = pool.num_usable * self.block_size
+
+    def check_invariants(self) -> None:
+        """Assert both pools' partition and reference counts, and that no table keeps a local block behind its window."""
+        self.global_pool.check_invariants(tables.global_blocks for tables in self.tables.values())
+        self.local_pool.check_invariants(tables.local_blocks for tables in self.tables.values())
+        for tables in self.tables.values():
+            assert NULL_BLOCK not in tables.global_blocks, "a global table has a hole"
+            assert all(block == NULL_BLOCK for block in tables.local_blocks[: tables.num_recycled])
+            assert NULL_BLOCK not in tables.local_blocks[tables.num_recycled :], "a local table has a hole inside the window"
+            assert len(tables.local_blocks) == len(tables.global_blocks)
+        if not self.tables:
+            assert not self._in_flight and not self._in_flight_of
+            assert self.global_pool.num_used == 0 and self.local_pool.num_used == 0, "blocks are held while nothing runs"
+
+
+def hash_block(parent: bytes, content: bytes) -> bytes:
+    """Identity of a block's content and everything before it."""
+    return hashlib.sha256(parent + content).digest()

@@ -1,0 +1,123 @@
+"""A request as the engine sees it: token ids in, token ids out, and the state the scheduler keeps. Imports no torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+from model.sampling_params import SamplingParams
+from model.sequence_chunk import TokenLogprobs
+
+FinishReason = Literal["stop", "length"]
+
+
+class EngineError(Exception):
+    """Base of what the engine reports about a request."""
+
+
+class EngineDeadError(EngineError):
+    """The engine has stopped after a fault; no request can be served until the process restarts."""
+
+
+class EngineDrainingError(EngineError):
+    """The engine is shutting down and takes no new requests."""
+
+
+class RequestFailedError(EngineError):
+    """This request alone failed; the engine and all other requests go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationSpec:
+    """One choice of one prompt, ready to run. ``request_id`` is unique among live requests."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]  # at least one token
+    sampling: SamplingParams
+    cache_salt: str | None = None  # requests share cached prefixes only under the same salt
+    priority: int = 0
+
+
+@dataclass(slots=True)
+class RequestTimings:
+    """Monotonic times in seconds; None where the phase was never reached."""
+
+    arrival: float
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class TokenOutput:
+    """What one engine step yielded for one request. The last one has ``finish_reason`` set and carries the timings.
+
+    A stop token is included in ``token_ids`` and named in ``stop_token_id``, so that the text can leave it out; it counts as a
+    generated token. With max_tokens 0 there is exactly one output, without tokens, finish_reason "length".
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs] | None  # first output only; entry i is for prompt token i + 1
+    num_cached_tokens: int
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    timings: RequestTimings | None = None
+
+
+class RequestStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # waiting again; keeps its tokens, holds no blocks
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """State of one request. Its work in a step is ``num_tokens - num_computed_tokens``; nothing else stores what remains."""
+
+    spec: GenerationSpec
+    timings: RequestTimings
+    token_ids: list[int] = field(init=False)  # prompt, then output
+    num_prompt_tokens: int = field(init=False)
+    num_computed_tokens: int = 0  # tokens whose keys and values are in the cache
+    num_cached_tokens: int = 0  # prompt tokens of the first admission that came from the prefix cache
+    status: RequestStatus = RequestStatus.WAITING
+    block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks, as far as they were needed
+    num_published_blocks: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    has_output: bool = False  # something was already delivered to the client
+    admitted: bool = False  # was running at least once
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.spec.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def request_id(self) -> str:
+        return self.spec.request_id
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.spec.sampling
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def max_hit_tokens(self) -> int:
+        """A prefix hit leaves at least one token to compute, and every position whose prompt log-probability is still wanted."""
+        limit = len(self.token_ids) - 1
+        if self.sampling.prompt_logprobs is not None:
+            limit = min(limit, len(self.prompt_logprobs))
+        return limit

@@ -1,0 +1,288 @@
+"""Which requests run in the next step, and how many tokens of each; what a finished step means for them.
+
+Running requests go first (decodes, then half-done prefills), then waiting ones, first come first served, in chunks within
+``max_num_batched_tokens``. Only the global pool drives admission; when it runs dry, the request admitted last is preempted and
+later recomputed from its tokens. Imports no torch, keeps no clock of its own.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from model.sequence_chunk import ChunkResult
+from server.engine.kv_manager import KVCacheManager
+from server.engine.request import FinishReason, Request, RequestFailedError, RequestStatus, TokenOutput
+from server.engine.stats import EngineStats, StepKind
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of a step. ``max_model_len`` is the effective one: at most what the cache can hold for a single sequence."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    # Tests only: admit on the first chunk instead of the whole prompt, so that preemption happens in every run.
+    over_admission: bool = False
+
+
+@dataclass(slots=True)
+class ScheduledChunk:
+    """``num_tokens`` tokens of one request, from its first uncomputed one."""
+
+    request: Request
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """The chunk reaches the last known token, and the request wants another one."""
+        request = self.request
+        return self.num_tokens == request.num_uncomputed_tokens and request.sampling.max_tokens > 0
+
+
+@dataclass(slots=True)
+class ScheduledBatch:
+    chunks: list[ScheduledChunk] = field(default_factory=list)
+    num_preempted: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks if not _decodes(chunk.request))
+
+    @property
+    def kind(self) -> StepKind:
+        prefill = self.num_prefill_tokens
+        return "decode" if prefill == 0 else "prefill" if prefill == self.num_tokens else "mixed"
+
+
+RequestEvent = tuple[Request, TokenOutput | RequestFailedError]
+
+
+def _decodes(request: Request) -> bool:
+    """The step runs the token sampled last, and nothing else, of this request."""
+    return request.num_output_tokens > 0 and request.num_uncomputed_tokens == 1
+
+
+class Scheduler:
+    """Owner of the waiting and the running queue."""
+
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, clock: Callable[[], float]) -> None:
+        self.config = config
+        self.kv = kv
+        self.clock = clock
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in order of admission
+        self.stats = EngineStats()
+        # Prefill tokens in a step that also decodes; the step loop lowers it so that prefills don't stall running streams.
+        self.mixed_prefill_tokens = config.max_num_batched_tokens
+        # A share of the pool is left free at admission, so that what runs can grow before anything is preempted.
+        self._watermark = kv.global_pool.num_usable // 100
+
+    def add(self, request: Request) -> None:
+        assert request.num_tokens <= self.config.max_model_len, "the caller checks that a request can ever fit"
+        self.waiting.append(request)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def schedule(self) -> ScheduledBatch:
+        """Choose the next step's chunks and allocate their blocks."""
+        batch = ScheduledBatch()
+        self._schedule_decodes(batch)
+        budget = self.config.max_num_batched_tokens - batch.num_tokens
+        if batch.chunks:
+            budget = min(budget, self.mixed_prefill_tokens)
+        budget -= self._schedule_prefills(batch, budget)
+        if not batch.num_preempted:
+            budget -= self._schedule_waiting(batch, budget)
+        self._extend_prefills(batch, budget)
+        assert batch.chunks or not self.running, "running requests must move in every step"
+        return batch
+
+    def _schedule_decodes(self, batch: ScheduledBatch) -> None:
+        for request in [r for r in self.running if r.num_uncomputed_tokens == 1]:
+            if len(batch.chunks) >= self.config.max_num_batched_tokens:
+                break
+            if request.status is RequestStatus.RUNNING and self._allocate_or_preempt(request, 1, batch):
+                batch.chunks.append(ScheduledChunk(request, 1))
+
+    def _schedule_prefills(self, batch: ScheduledBatch, budget: int) -> int:
+        used = 0
+        for request in [r for r in self.running if r.num_uncomputed_tokens > 1]:
+            if used >= budget:
+                break
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            others = bool(self.waiting) or request is not self.running[-1]
+            chunk = self._chunk(request, budget - used, others)
+            if self._allocate_or_preempt(request, chunk, batch):
+                batch.chunks.append(ScheduledChunk(request, chunk))
+                used += chunk
+        return used
+
+    def _chunk(self, request: Request, budget: int, others: bool) -> int:
+        """Tokens of a prefill to run: half of the budget while others want some of it too, so that short ones get through."""
+        if others:
+            budget = min(budget, max(self.kv.block_size, budget // 2))
+        return min(request.num_uncomputed_tokens, budget)
+
+    def _allocate_or_preempt(self, request: Request, num_tokens: int, batch: ScheduledBatch) -> bool:
+        """Allocate, preempting from the tail while the global pool is dry. False when the request itself had to go."""
+        while not self.kv.allocate(request, num_tokens):
+            victim = self.running[-1]
+            self._preempt(victim)
+            batch.num_preempted += 1
+            batch.chunks = [chunk for chunk in batch.chunks if chunk.request is not victim]
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self.kv.free(request)
+        request.num_computed_tokens = 0
+        request.status = RequestStatus.PREEMPTED
+        request.timings.num_preemptions += 1
+        self.waiting.appendleft(request)
+        self.stats.preemptions_total += 1
+
+    def _schedule_waiting(self, batch: ScheduledBatch, budget: int) -> int:
+        used = 0
+        for request in list(self.waiting):
+            if used >= budget or len(self.running) >= self.config.max_num_seqs:
+                break
+            hit = self.kv.find_hit(request)
+            if hit.pending:
+                continue  # a running request computes the next block of this very prefix: wait for it, compute it once
+            request.num_computed_tokens = hit.num_tokens
+            chunk = self._chunk(request, budget - used, others=request is not self.waiting[-1])
+            target = hit.num_tokens + chunk if self.config.over_admission else request.num_tokens
+            if not self._fits(self.kv.num_blocks_to_admit(request, hit, target)):
+                request.num_computed_tokens = 0
+                break
+            self.waiting.remove(request)
+            self.running.append(request)
+            self.kv.admit(request, hit)
+            allocated = self.kv.allocate(request, chunk)
+            assert allocated, "admission counted too few blocks"
+            self._count_admission(request, hit.num_tokens, hit.limited_by)
+            batch.chunks.append(ScheduledChunk(request, chunk))
+            used += chunk
+        return used
+
+    def _fits(self, num_blocks: int) -> bool:
+        """Whether admission leaves what running requests still need, and a watermark. Never says no when nothing runs."""
+        free = self.kv.global_pool.num_free
+        if not self.running or self.config.over_admission:
+            return num_blocks <= free
+        outstanding = sum(self.kv.num_blocks_outstanding(request) for request in self.running)
+        return num_blocks + outstanding + self._watermark + len(self.running) <= free
+
+    def _count_admission(self, request: Request, num_hit_tokens: int, limited_by: str | None) -> None:
+        request.status = RequestStatus.RUNNING
+        if not request.admitted:
+            request.admitted = True
+            request.num_cached_tokens = num_hit_tokens
+            request.timings.first_scheduled = self.clock()
+        if self.kv.prefix_caching:
+            self.stats.prefix_queried_tokens_total += request.num_tokens
+            self.stats.prefix_hit_tokens_total += num_hit_tokens
+            if limited_by is not None:
+                self.stats.prefix_limited_total[limited_by] += 1
+
+    def _extend_prefills(self, batch: ScheduledBatch, budget: int) -> None:
+        """Give what is left of the budget to the prefills already chosen, in their order."""
+        for chunk in batch.chunks:
+            more = min(budget, chunk.request.num_uncomputed_tokens - chunk.num_tokens)
+            if more > 0 and self.kv.allocate(chunk.request, chunk.num_tokens + more):
+                chunk.num_tokens += more
+                budget -= more
+
+    def update(self, batch: ScheduledBatch, results: Sequence[ChunkResult]) -> list[RequestEvent]:
+        """Take a step's results: advance, publish and recycle, append sampled tokens, finish what is done."""
+        events: list[RequestEvent] = []
+        for chunk, result in zip(batch.chunks, results, strict=True):
+            request = chunk.request
+            if request.status is not RequestStatus.RUNNING:
+                continue  # aborted while the step ran
+            position = request.num_computed_tokens
+            samples = chunk.samples
+            if not _decodes(request):
+                self.stats.prefill_tokens_total += chunk.num_tokens
+            request.num_computed_tokens += chunk.num_tokens
+            if result.error is not None:
+                self.stats.numerical_faults_total += 1
+                self._finish(request)
+                events.append((request, RequestFailedError(result.error)))
+                continue
+            self.kv.commit(request)
+            # Positions recomputed after a preemption yield log-probabilities that are already there.
+            request.prompt_logprobs.extend(result.prompt_logprobs[max(0, len(request.prompt_logprobs) - position) :])
+            if samples or request.num_uncomputed_tokens == 0:
+                events.append((request, self._append(request, result)))
+        return events
+
+    def _append(self, request: Request, result: ChunkResult) -> TokenOutput:
+        request.token_ids.extend(result.token_ids)
+        reason, stop_token_id = self._finish_reason(request)
+        output = TokenOutput(
+            token_ids=result.token_ids,
+            logprobs=result.logprobs,
+            prompt_logprobs=None,
+            num_cached_tokens=request.num_cached_tokens,
+            finish_reason=reason,
+            stop_token_id=stop_token_id,
+        )
+        if not request.has_output:
+            request.has_output = True
+            request.timings.first_token = self.clock()
+            if request.sampling.prompt_logprobs is not None:
+                output.prompt_logprobs = request.prompt_logprobs
+        if reason is not None:
+            self._finish(request)
+            output.timings = request.timings
+        return output
+
+    def _finish_reason(self, request: Request) -> tuple[FinishReason | None, int | None]:
+        last = request.token_ids[-1]
+        if request.num_output_tokens and last in request.sampling.stop_token_ids:
+            return "stop", last
+        if request.num_output_tokens >= request.sampling.max_tokens or request.num_tokens >= self.config.max_model_len:
+            return "length", None
+        return None, None
+
+    def _finish(self, request: Request) -> None:
+        self.running.remove(request)
+        self.kv.free(request)
+        request.status = RequestStatus.FINISHED
+        request.timings.finished = self.clock()
+
+    def abort(self, request: Request) -> None:
+        """End a request in whatever state it is. Idempotent."""
+        if request.status is RequestStatus.RUNNING:
+            self._finish(request)
+        elif request.status is not RequestStatus.FINISHED:
+            self.waiting.remove(request)
+            request.status = RequestStatus.FINISHED
+
+    def write_stats(self) -> None:
+        """Refresh the gauges of ``stats``."""
+        self.stats.num_running = len(self.running)
+        self.stats.num_waiting = len(self.waiting)
+        self.stats.oldest_waiting_arrival = min((r.timings.arrival for r in self.waiting), default=None)
+        self.kv.write_stats(self.stats)
+
+    def check_invariants(self) -> None:
+        assert set(self.kv.tables) == {request.request_id for request in self.running}
+        assert not {id(r) for r in self.waiting} & {id(r) for r in self.running}
+        for request in self.running:
+            tables = self.kv.tables[request.request_id]
+            first = self.kv.spec.first_local_block(request.num_computed_tokens)
+            assert tables.num_recycled >= first, "a block outside the window is still held"
+            assert len(tables.global_blocks) * self.kv.block_size >= request.num_computed_tokens
+        self.kv.check_invariants()
