@@ -53,7 +53,9 @@ class Candidates(NamedTuple):
 
     values: torch.Tensor  # float32 [r, k]: the logits as they stand, not divided by the temperature
     token_ids: torch.Tensor  # int64 [r, k]
-    logsumexp: torch.Tensor  # float32 [r]: of logits / temperature, over the whole row
+    # float32 [r]: log of the sum of exp((logits - values[:, 0]) / temperature) over the whole row, so that the log-probability of
+    # a logit x is (x - values[:, 0]) / temperature - log_total, accurate at every temperature.
+    log_total: torch.Tensor
 
 
 class Ops(ABC):
@@ -99,7 +101,7 @@ class Ops(ABC):
     def norm_add_norm(
         self, branch: torch.Tensor, residual: torch.Tensor, post_scale: torch.Tensor, next_scale: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        """The border of two sub-layers: residual += rms_norm(branch, post_scale) in place, returns rms_norm(residual, next_scale).
+        """Between two sub-layers: residual += rms_norm(branch, post_scale) in place, then returns rms_norm(residual, next_scale).
 
         ``branch`` [n, h] is the output of attention or MLP, ``residual`` [n, h] the stream, both in the compute dtype; scales
         float32 [h]. The normed branch and the new residual are rounded to the compute dtype.
@@ -148,12 +150,19 @@ class Ops(ABC):
     # -- sampling --------------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def top_candidates(self, logits: torch.Tensor, k: int, temperature: torch.Tensor) -> Candidates:
-        """The k likeliest tokens of each row and the row's log-sum-exp, without sorting the vocabulary.
+    def all_finite(self, logits: torch.Tensor) -> torch.Tensor:
+        """Whether each row holds no NaN and no infinity: float32 [r, V] -> bool [r]."""
 
-        logits float32 [r, V] (rows may be strided), 1 <= k <= V, temperature float32 [r] > 0. Deterministic: ties go to the
-        lowest id, also at the border of the k. -inf marks a masked token. A row with a NaN or +inf has a non-finite logsumexp.
-        The result for a row does not depend on the other rows.
+    @abstractmethod
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """The likeliest token of each row, the lowest id among equals: float32 [r, V] -> int64 [r]."""
+
+    @abstractmethod
+    def top_candidates(self, logits: torch.Tensor, k: int, temperature: torch.Tensor) -> Candidates:
+        """The k likeliest tokens of each row and the row's whole mass, without sorting the vocabulary.
+
+        logits float32 [r, V], 1 <= k <= V, temperature float32 [r] > 0. Deterministic: ties go to the lowest id, also at the
+        border of the k. -inf marks a masked token; every row has a finite one. Rows do not influence each other.
         """
 
     @abstractmethod

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from model.ops import AttentionMetadata, Candidates, LinearRole, LinearWeight, Ops
 
 MAX_SCORES = 1 << 23  # attention scores held at once (32 MiB of float32): queries of a long prefill are sliced to stay below
-WEIGHT_SLICE_ELEMENTS = 1 << 20  # elements of a bfloat16 weight widened to float32 at once: 4 MiB, which stay in cache
+WEIGHT_SLICE_ELEMENTS = 1 << 18  # elements of a bfloat16 weight widened to float32 at once: 1 MiB, which stays in cache
 
 
 @lru_cache(maxsize=1)
@@ -188,24 +188,25 @@ class ReferenceOps(Ops):
             output[rows] = _prefill_attention(query[rows], key, value, sequence.first_query, metadata.window, scale)
         return output.view(num_tokens, num_heads * head_dim)
 
+    def all_finite(self, logits: torch.Tensor) -> torch.Tensor:
+        return torch.isfinite(logits.sum(dim=-1))  # a NaN or an infinity stays one in the sum, and logits are far from overflow
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.argmax(dim=-1)
+
     def top_candidates(self, logits: torch.Tensor, k: int, temperature: torch.Tensor) -> Candidates:
-        vocab_size = logits.shape[1]
-        logsumexp = torch.logsumexp(logits / temperature[:, None], dim=-1)
-        if k == 1:
-            token_ids = logits.argmax(dim=-1, keepdim=True)  # the first of equals
-            return Candidates(logits.gather(1, token_ids), token_ids, logsumexp)
         # One more than asked shows whether the k-th value is shared with a token outside, which torch.topk chooses arbitrarily.
-        values, token_ids = logits.topk(min(k + 1, vocab_size), dim=-1)
-        if k < vocab_size:
+        values, token_ids = logits.topk(min(k + 1, logits.shape[1]), dim=-1)
+        if values.shape[1] > k:
             for row in (values[:, k] == values[:, k - 1]).nonzero()[:, 0].tolist():
                 border = values[row, k]
                 above = (logits[row] > border).nonzero()[:, 0]
                 equal = (logits[row] == border).nonzero()[: k - len(above), 0]
                 token_ids[row, :k] = torch.cat((above, equal))
-            values, token_ids = values[:, :k], token_ids[:, :k]
-        token_ids = token_ids.sort(dim=-1).values
+        token_ids = token_ids[:, :k].sort(dim=-1).values
         values, order = logits.gather(1, token_ids).sort(dim=-1, descending=True, stable=True)
-        return Candidates(values, token_ids.gather(1, order), logsumexp)
+        log_total = ((logits - values[:, :1]) / temperature[:, None]).exp().sum(dim=-1).log()
+        return Candidates(values, token_ids.gather(1, order), log_total)
 
     def draw(self, logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]  # log of probability over the likeliest's
