@@ -108,8 +108,9 @@ class KVCacheSpec:
         if rest < smallest:
             need = num_local * self.local_block_bytes + smallest
             raise ConfigError(
-                f"--kv-cache-memory of {memory_bytes} bytes is too small: {max_num_seqs} sequences of window {self.sliding_window} "
-                f"need at least {need} bytes. Raise --kv-cache-memory, or lower --max-num-seqs or --max-num-batched-tokens."
+                f"--kv-cache-memory of {memory_bytes} bytes is too small: {max_num_seqs} sequences with a window of "
+                f"{self.sliding_window} tokens need at least {need} bytes. Raise --kv-cache-memory, or lower --max-num-seqs "
+                f"or --max-num-batched-tokens."
             )
         if prefix_caching and self.local_block_bytes:
             extra = min(num_local - 1, rest // 4 // self.local_block_bytes)

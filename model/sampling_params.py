@@ -1,4 +1,4 @@
-"""How one request wants its tokens drawn: plain values, validated on the wire, read by the scheduler and the sampler. Imports no torch."""
+"""How one request wants its tokens drawn: plain values, validated on the wire, read by scheduler and sampler. No torch."""
 
 from dataclasses import dataclass
 

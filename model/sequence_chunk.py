@@ -1,4 +1,4 @@
-"""What crosses the border between engine and model in one step: chunks of sequences in, sampled tokens out. Plain Python, no torch."""
+"""What crosses the border between engine and model in one step: chunks of sequences in, sampled tokens out. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class ChunkResult:
-    """What one chunk yielded. ``token_ids`` is empty unless the chunk samples (a list, so that speculation can return several)."""
+    """What one chunk yielded. ``token_ids`` is empty unless the chunk samples; speculation can return several."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token id, when asked for

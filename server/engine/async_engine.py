@@ -58,6 +58,8 @@ class AsyncEngine:
         self._stopping = False
         self._draining = False
         self._streams: dict[str, asyncio.Queue[TokenOutput | EngineError]] = {}
+        self._no_streams = asyncio.Event()
+        self._no_streams.set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="gemserve-engine", daemon=True)
 
@@ -91,6 +93,7 @@ class AsyncEngine:
         outputs: asyncio.Queue[TokenOutput | EngineError] = asyncio.Queue()
         assert spec.request_id not in self._streams, "request ids are unique among live requests"
         self._streams[spec.request_id] = outputs
+        self._no_streams.clear()
         self._send(_Add(spec, time.monotonic()))
         ended = False
         try:
@@ -103,6 +106,8 @@ class AsyncEngine:
                 yield item
         finally:
             del self._streams[spec.request_id]
+            if not self._streams:
+                self._no_streams.set()
             if not ended:
                 self._send(_Abort(spec.request_id))
 
@@ -112,12 +117,12 @@ class AsyncEngine:
         if self._draining or self._stopping:
             raise EngineDrainingError("The server is shutting down and takes no new requests.")
 
-    async def drain(self, timeout: float) -> None:
-        """Take no new requests and wait until the open ones end, at most ``timeout`` seconds; the rest get an error."""
+    async def drain(self, grace: float) -> None:
+        """Take no new requests and wait until the open ones end, at most ``grace`` seconds; the rest get an error."""
         self._draining = True
-        deadline = time.monotonic() + timeout
-        while self._streams and time.monotonic() < deadline and not self.is_dead:
-            await asyncio.sleep(0.02)
+        with contextlib.suppress(TimeoutError):  # what is still open then is ended below
+            async with asyncio.timeout(grace):
+                await self._no_streams.wait()
         self._fail_streams(EngineDrainingError("The server shut down before this request was finished."))
 
     async def stop(self) -> None:
@@ -162,7 +167,7 @@ class AsyncEngine:
                 self._core.abort(command.request_id)
         return True
 
-    def _call_in_loop(self, callback: Callable[[Unpack[Args]], None], *args: Unpack[Args]) -> None:
+    def _call_in_loop(self, callback: Callable[[Unpack[Args]], None], *args: *Args) -> None:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
             self._loop.call_soon_threadsafe(callback, *args)

@@ -82,7 +82,8 @@ class BlockPool:
 
     def publish(self, block: int, content_hash: bytes) -> None:
         """Make a computed, used block findable. A second block of the same content stays private."""
-        assert self._ref_counts[block] > 0 and self._hashes[block] is None
+        assert self._ref_counts[block] > 0, f"{self.name} pool: block {block} is published while nobody holds it"
+        assert self._hashes[block] is None, f"{self.name} pool: block {block} is published twice"
         if content_hash not in self._by_hash:
             self._by_hash[content_hash] = block
             self._hashes[block] = content_hash

@@ -209,8 +209,10 @@ class KVCacheManager:
             assert NULL_BLOCK not in tables.local_blocks[tables.num_recycled :], "a local table has a hole inside the window"
             assert len(tables.local_blocks) == len(tables.global_blocks)
         if not self.tables:
-            assert not self._in_flight and not self._in_flight_of
-            assert self.global_pool.num_used == 0 and self.local_pool.num_used == 0, "blocks are held while nothing runs"
+            assert not self._in_flight, "blocks are announced while nothing runs"
+            assert not self._in_flight_of
+            assert self.global_pool.num_used == 0, "global blocks are held while nothing runs"
+            assert self.local_pool.num_used == 0, "local blocks are held while nothing runs"
 
 
 def hash_block(parent: bytes, content: bytes) -> bytes:
