@@ -1,0 +1,157 @@
+"""An engine without a model: a runner whose tokens are a function of all tokens before, which checks the cache it is given.
+
+The runner keeps, per block id of each group, the tokens that were written to it. Before it "computes" a token it verifies that
+every key the network would read (all positions for the global group, the window for the local one) lies in the block the table
+names, with the right content. A block recycled too early, shared wrongly or never computed is found at once.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+from model.kv_cache_spec import KVCacheSpec
+from model.sampling_params import SamplingParams
+from model.sequence_chunk import ChunkResult, SequenceChunk, TokenLogprobs
+from server.engine.core import EngineCore
+from server.engine.kv_manager import KVCacheManager
+from server.engine.request import GenerationSpec, RequestFailedError, TokenOutput
+from server.engine.scheduler import SchedulerConfig
+
+VOCAB = 1000
+
+
+def next_token(tokens: Sequence[int], seed: int = 0) -> int:
+    """A deterministic stand-in for the network: depends on every token before, and on the seed."""
+    return int.from_bytes(hashlib.sha256(repr((list(tokens), seed)).encode()).digest()[:4], "big") % VOCAB
+
+
+class CheckingRunner:
+    """Implements the Runner protocol. The whole token history is rebuilt from the cache, never from the request."""
+
+    def __init__(self, spec: KVCacheSpec) -> None:
+        self.spec = spec
+        # (group, block, offset) -> the prefix that was computed there; a prefix names its position and all tokens before it.
+        self.written: dict[tuple[str, int, int], tuple[int, ...]] = {}
+        self.steps: list[list[SequenceChunk]] = []
+        self.num_computed: dict[tuple[int, ...], int] = {}
+        self.fail_at_step: int | None = None
+
+    def run(self, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
+        self.steps.append(list(chunks))
+        if self.fail_at_step is not None and len(self.steps) > self.fail_at_step:
+            raise RuntimeError("planted fault")
+        prefixes = [self._write(chunk) for chunk in chunks]
+        return [self._read(chunk, prefix) for chunk, prefix in zip(chunks, prefixes, strict=True)]
+
+    def _slot(self, group: str, table: Sequence[int], position: int) -> tuple[str, int, int]:
+        block = table[position // self.spec.block_size]
+        assert block != 0, f"{group}: position {position} lies in the null block"
+        return group, block, position % self.spec.block_size
+
+    def _write(self, chunk: SequenceChunk) -> tuple[int, ...]:
+        prefix: tuple[int, ...] = ()
+        if chunk.start:
+            prefix = self.written[self._slot("global", chunk.global_block_table, chunk.start - 1)]
+            assert len(prefix) == chunk.start, "the block before the chunk holds another position"
+        for token in chunk.token_ids:
+            prefix = (*prefix, token)
+            position = len(prefix) - 1
+            self.written[self._slot("global", chunk.global_block_table, position)] = prefix
+            self.written[self._slot("local", chunk.local_block_table, position)] = prefix
+            self.num_computed[prefix] = self.num_computed.get(prefix, 0) + 1
+        return prefix
+
+    def _read(self, chunk: SequenceChunk, prefix: tuple[int, ...]) -> ChunkResult:
+        window_start = max(0, chunk.start - self.spec.sliding_window + 1)
+        for position in range(len(prefix)):
+            expected = prefix[: position + 1]
+            assert self.written[self._slot("global", chunk.global_block_table, position)] == expected, "global content differs"
+            if position >= window_start:
+                assert self.written[self._slot("local", chunk.local_block_table, position)] == expected, "local content differs"
+        result = ChunkResult()
+        if chunk.samples:
+            token = next_token(prefix, chunk.sampling.seed + chunk.sampling.choice)
+            result.token_ids.append(token)
+            if chunk.sampling.logprobs is not None:
+                result.logprobs.append(TokenLogprobs(token, -float(len(prefix)), []))
+        for index, target in enumerate(chunk.prompt_targets):
+            result.prompt_logprobs.append(TokenLogprobs(target, -float(chunk.start + index), []))
+        return result
+
+
+def make_spec(block_size: int = 4, window: int = 8) -> KVCacheSpec:
+    return KVCacheSpec(block_size, window, num_global_layers=1, num_local_layers=5, bytes_per_token_per_layer=8)
+
+
+class Harness:
+    """An EngineCore over the checking runner, with pools of a chosen size."""
+
+    def __init__(
+        self,
+        *,
+        block_size: int = 4,
+        window: int = 8,
+        num_global_blocks: int = 65,
+        num_local_blocks: int | None = None,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 32,
+        max_model_len: int | None = None,
+        prefix_caching: bool = True,
+        over_admission: bool = False,
+    ) -> None:
+        self.spec = make_spec(block_size, window)
+        if num_local_blocks is None:
+            num_local_blocks = self.spec.local_pool_blocks(max_num_seqs, max_num_batched_tokens)
+        self.kv = KVCacheManager(self.spec, num_global_blocks, num_local_blocks, prefix_caching=prefix_caching)
+        capacity = self.kv.capacity_tokens
+        self.config = SchedulerConfig(
+            max_num_seqs, max_num_batched_tokens, min(capacity, max_model_len or capacity), over_admission=over_admission
+        )
+        self.runner = CheckingRunner(self.spec)
+        self.time = 0.0
+        self.core = EngineCore(self.runner, self.kv, self.config, clock=self._clock, debug_invariants=True)
+        self.outputs: dict[str, list[TokenOutput]] = {}
+        self.errors: dict[str, RequestFailedError] = {}
+        self.num_requests = 0
+
+    def _clock(self) -> float:
+        self.time += 1.0
+        return self.time
+
+    def add(
+        self, prompt: Sequence[int], max_tokens: int = 4, *, salt: str | None = None, request_id: str | None = None, **sampling: object
+    ) -> str:
+        request_id = request_id or f"r{self.num_requests}"
+        self.num_requests += 1
+        params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
+        self.outputs[request_id] = []
+        self.core.add(GenerationSpec(request_id, list(prompt), params, cache_salt=salt))
+        return request_id
+
+    def step(self) -> None:
+        for request, event in self.core.step():
+            if isinstance(event, TokenOutput):
+                self.outputs[request.request_id].append(event)
+            else:
+                self.errors[request.request_id] = event
+
+    def run(self, max_steps: int = 10_000) -> None:
+        """Run until nothing is left; a scheduler that stops moving fails the test instead of hanging it."""
+        for _ in range(max_steps):
+            if not self.core.has_work:
+                return
+            self.step()
+        raise AssertionError("the engine did not finish its work")
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for output in self.outputs[request_id] for token in output.token_ids]
+
+    def finish_reason(self, request_id: str) -> str | None:
+        return self.outputs[request_id][-1].finish_reason
+
+
+def expected_tokens(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
+    """What a solo run without any cache generates."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, seed))
+    return tokens[len(prompt) :]
