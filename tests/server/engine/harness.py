@@ -118,7 +118,13 @@ class Harness:
         return self.time
 
     def add(
-        self, prompt: Sequence[int], max_tokens: int = 4, *, salt: str | None = None, request_id: str | None = None, **sampling: object
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 4,
+        *,
+        salt: str | None = None,
+        request_id: str | None = None,
+        **sampling: object,
     ) -> str:
         request_id = request_id or f"r{self.num_requests}"
         self.num_requests += 1

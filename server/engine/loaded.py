@@ -1,0 +1,158 @@
+"""From settings to a loaded engine: checkpoint, tokenizer, weights, cache plan, engine. Everything slow about a start is here.
+
+Phases are reported by name as they begin, so that the readiness probe can say what is being waited for. Importing this module
+imports no torch; calling ``load_engine`` does.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from model.errors import ConfigError
+from server.engine.async_engine import AsyncEngine, EngineLimits
+from server.engine.core import EngineCore
+from server.engine.kv_manager import KVCacheManager
+from server.engine.scheduler import SchedulerConfig
+from server.plan import default_kv_cache_memory, describe_plan, effective_max_model_len
+from server.settings import Settings
+
+if TYPE_CHECKING:
+    from model.checkpoint import Checkpoint
+    from server.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("gemserve.load")
+
+
+@dataclass(slots=True)
+class LoadedEngine:
+    """What the HTTP layer needs of a loaded model. The engine's thread is not started yet."""
+
+    engine: AsyncEngine
+    tokenizer: "Tokenizer"
+    model_names: list[str]  # the first one is used in answers
+    default_sampling: dict[str, Any]  # of generation_config.json
+    fingerprint: str  # identity of weights, dtype and version of the computation
+    model_info: dict[str, str]  # labels of the info metric
+    cache_info: dict[str, str]
+    startup_seconds: dict[str, float] = field(default_factory=dict)  # by phase
+
+
+class _Phases:
+    """Times each phase from its name's report to the next one's."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self.seconds: dict[str, float] = {}
+        self._report = report
+        self._name: str | None = None
+        self._began = 0.0
+
+    def enter(self, name: str | None) -> None:
+        now = time.monotonic()
+        if self._name is not None:
+            self.seconds[self._name] = round(now - self._began, 3)
+        self._name, self._began = name, now
+        if name is not None:
+            self._report(name)
+
+
+def load_engine(
+    settings: Settings, report_phase: Callable[[str], None] = lambda phase: None, checkpoint: "Checkpoint | None" = None
+) -> LoadedEngine:
+    """Load what the settings name. ``checkpoint``: one that is already open. Raises ModelError with the remedy in its text."""
+    phases = _Phases(report_phase)
+    phases.enter("import")
+    from model.checkpoint import open_checkpoint
+    from model.runner import ModelRunner
+    from server.text.tokenizer import Tokenizer
+
+    phases.enter("checkpoint")
+    if checkpoint is None:
+        checkpoint = open_checkpoint(settings.model, cache_dir=settings.cache_dir)
+    phases.enter("tokenizer")
+    chat_template = settings.chat_template.read_text() if settings.chat_template is not None else checkpoint.chat_template
+    config = checkpoint.config
+    tokenizer = Tokenizer.from_file(
+        checkpoint.tokenizer_file,
+        vocab_size=config.vocab_size,
+        bos_token_id=config.bos_token_id,
+        eos_token_ids=config.eos_token_ids,
+        chat_template=chat_template,
+    )
+    phases.enter("weights")
+    runner = ModelRunner.load(
+        checkpoint,
+        dtype=settings.dtype,
+        device=settings.device,
+        block_size=settings.block_size,
+        num_threads=settings.num_threads,
+        num_valid_tokens=tokenizer.num_tokens,
+    )
+    name, weight_format, fingerprint = checkpoint.name, checkpoint.weight_format, checkpoint.fingerprint
+    default_sampling = dict(checkpoint.default_sampling)
+    checkpoint.close()
+
+    phases.enter("cache")
+    if settings.max_num_batched_tokens < settings.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {settings.max_num_batched_tokens} is less than --max-num-seqs {settings.max_num_seqs}: "
+            f"every running sequence needs one token per step. Raise the first or lower the second."
+        )
+    memory = settings.kv_cache_memory
+    if memory is None:
+        memory = default_kv_cache_memory(runner.free_memory(), runner.device)
+    plan = runner.spec.plan(
+        memory,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=settings.max_model_len or config.max_position_embeddings,
+        prefix_caching=settings.prefix_caching,
+    )
+    max_model_len = effective_max_model_len(config, plan, settings.max_model_len)
+    logger.info(
+        "plan\n%s",
+        describe_plan(
+            config,
+            runner.spec,
+            plan,
+            name=name,
+            weight_bytes=runner.weight_bytes,
+            weight_format=weight_format,
+            dtype=runner.dtype,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len,
+        ),
+    )
+    runner.allocate_cache(plan)
+    phases.enter("warmup")
+    runner.warm_up()
+    phases.enter(None)
+
+    kv = KVCacheManager(runner.spec, plan.num_global_blocks, plan.num_local_blocks, prefix_caching=settings.prefix_caching)
+    scheduler_config = SchedulerConfig(settings.max_num_seqs, settings.max_num_batched_tokens, max_model_len)
+    core = EngineCore(runner, kv, scheduler_config, debug_invariants=settings.debug_invariants)
+    engine = AsyncEngine(core, EngineLimits(max_model_len, settings.max_num_seqs, plan.capacity_tokens))
+    names = list(settings.served_model_name) or [name]
+    return LoadedEngine(
+        engine=engine,
+        tokenizer=tokenizer,
+        model_names=names,
+        default_sampling=default_sampling,
+        fingerprint=fingerprint,
+        model_info={
+            "model": names[0],
+            "architecture": "Gemma3ForCausalLM",
+            "dtype": runner.dtype,
+            "quantization": "none",
+            "max_model_len": str(max_model_len),
+            "fingerprint": fingerprint,
+        },
+        cache_info={
+            "block_size": str(settings.block_size),
+            "num_gpu_blocks": str(plan.num_global_blocks),
+            "kv_dtype": runner.dtype,
+            "prefix_caching": str(settings.prefix_caching).lower(),
+        },
+        startup_seconds=phases.seconds,
+    )
