@@ -1,0 +1,99 @@
+"""``gemserve info``: what a model is made of and how its cache would be laid out on this machine, without loading any weights.
+MODEL may also be a size such as 4b, which needs no checkpoint at all."""
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from server.cli.common import add_command, settings_of
+from server.settings import Settings, add_arguments
+
+if TYPE_CHECKING:
+    from model.kv_cache_spec import KVCacheSpec
+    from server.cli.common import Subparsers
+    from server.plan import PlanReport
+
+PLAN_SETTINGS = (
+    "model",
+    "dtype",
+    "device",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "kv_cache_memory",
+    "prefix_caching",
+    "cache_dir",
+)
+
+
+def add_parser(commands: "Subparsers") -> None:
+    parser = add_command(commands, "info", "show a model's layers, sizes and memory plan without loading its weights", run)
+    parser.add_argument("--json", action="store_true", help="Print one JSON object.")
+    add_arguments(parser, PLAN_SETTINGS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    report = report_for(settings_of(arguments))
+    print(json.dumps(report.as_dict(), indent=2) if arguments.json else report.text())
+    return 0
+
+
+def report_for(settings: Settings) -> "PlanReport":
+    """Raises ConfigError or CheckpointError for a model that cannot be served, or a cache that is too small."""
+    from model.config import SIZES
+    from model.host import cpu_computes_bfloat16
+    from server.plan import DTYPE_SIZES, make_report
+
+    if settings.model is not None and settings.model in SIZES:
+        config, name, weight_format = SIZES[settings.model], f"gemma-3-{settings.model}", "no checkpoint"
+    else:
+        from model.checkpoint import open_checkpoint
+
+        checkpoint = open_checkpoint(settings.model, cache_dir=settings.cache_dir)
+        config, name, weight_format = checkpoint.config, checkpoint.name, checkpoint.weight_format
+        checkpoint.close()
+    dtype = settings.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if settings.device == "cuda" or cpu_computes_bfloat16() else "float32"
+    spec = config.kv_cache_spec(settings.block_size, DTYPE_SIZES[dtype])
+    weight_bytes = config.parameter_count(config.tie_word_embeddings) * DTYPE_SIZES[dtype]
+    max_model_len = min(settings.max_model_len or config.max_position_embeddings, config.max_position_embeddings)
+    plan = spec.plan(
+        settings.kv_cache_memory or _default_budget(spec, settings, weight_bytes, max_model_len),
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        prefix_caching=settings.prefix_caching,
+    )
+    return make_report(
+        config,
+        spec,
+        plan,
+        name=name,
+        weight_bytes=weight_bytes,
+        weight_format=weight_format,
+        dtype=dtype,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=max_model_len,
+    )
+
+
+def _default_budget(spec: "KVCacheSpec", settings: Settings, weight_bytes: int, max_model_len: int) -> int:
+    """What the server would take on this machine; where that is too little, the least that holds one longest request."""
+    from model.host import available_memory
+    from server.plan import default_kv_cache_memory
+
+    local_blocks = spec.local_pool_blocks(settings.max_num_seqs, settings.max_num_batched_tokens)
+    global_blocks = 1 + spec.blocks(max_model_len).global_blocks
+    least = local_blocks * spec.local_block_bytes + global_blocks * spec.global_block_bytes
+    free = available_memory() - weight_bytes
+    if free > 0 and default_kv_cache_memory(free, "cpu") >= least:
+        return default_kv_cache_memory(free, "cpu")
+    print(
+        f"gemserve: this machine has too little memory for these settings; the plan is for a cache of {least:,} bytes, "
+        f"the least that holds one request of {max_model_len:,} tokens",
+        file=sys.stderr,
+    )
+    return least
