@@ -48,6 +48,13 @@ def path(value: object) -> Path:
     return value if isinstance(value, Path) else Path(text(value)).expanduser()
 
 
+def existing_file(value: object) -> Path:
+    file = path(value)
+    if not file.is_file():
+        raise ValueError(f"there is no file {file}")
+    return file
+
+
 def boolean(value: object) -> bool:
     if isinstance(value, bool):
         return value

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import ConfigError
-from server.setting_types import Converter, boolean, choice, integer, number, parse_size, path, text, texts
+from server.setting_types import Converter, boolean, choice, existing_file, integer, number, parse_size, path, text, texts
 
 PREFIX = "GEMSERVE_"
 CONFIG_VARIABLE = "GEMSERVE_CONFIG"
+DEFAULT_MAX_NUM_SEQS = 64
 # Kubernetes sets these for a service named gemserve; they are not settings and no reason for a warning.
 _SERVICE_LINK = re.compile(r"GEMSERVE_(SERVICE_|PORT_\d)")
 
@@ -90,14 +91,16 @@ class Settings:
         "TOKENS",
         shown="the model's, or what the cache holds",
     )
-    max_num_seqs: int = _setting(64, integer(1), "Sequences that run at once.", "N")
     max_num_batched_tokens: int = _setting(512, integer(1), "Tokens computed in one step; longer prompts go in chunks.", "TOKENS")
+    max_num_seqs: int = _setting(
+        None, integer(1), "Sequences that run at once.", "N", shown=f"{DEFAULT_MAX_NUM_SEQS}, or --max-num-batched-tokens if less"
+    )
     block_size: int = _setting(16, integer(1), "Tokens in one block of the cache; divides the sliding window.", "TOKENS")
     kv_cache_memory: int | None = _setting(
         None, parse_size, "Memory of the key-value cache, such as 2GiB.", "SIZE", shown="a share of what is free after loading"
     )
     prefix_caching: bool = _switch(True, "Reuse the cache of earlier requests that began with the same tokens.")
-    chat_template: Path | None = _setting(None, path, "File with a Jinja chat template.", "FILE", shown="the model's")
+    chat_template: Path | None = _setting(None, existing_file, "File with a Jinja chat template.", "FILE", shown="the model's")
     strict_params: bool = _switch(False, "Refuse request fields that are not known, instead of ignoring them.")
     strict_roles: bool = _switch(False, "Refuse chats whose roles do not alternate, instead of merging messages.")
     strict_context: bool = _switch(False, "Refuse max_tokens beyond the room left, instead of lowering it.")
@@ -112,7 +115,18 @@ class Settings:
     def __post_init__(self) -> None:
         for item in SETTINGS:
             value = getattr(self, item.name)
-            object.__setattr__(self, item.name, item.default if value is None else item.converted(value, item.flag))
+            if value is not None:
+                value = item.converted(value, item.flag)
+            elif item.name == "max_num_seqs":
+                value = min(DEFAULT_MAX_NUM_SEQS, self.max_num_batched_tokens)
+            else:
+                value = item.default
+            object.__setattr__(self, item.name, value)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise SettingsError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} is less than --max-num-seqs {self.max_num_seqs}: "
+                f"every running sequence needs one token per step; raise the first or lower the second"
+            )
         if self.tensor_parallel_size > 1:
             raise SettingsError("--tensor-parallel-size: only 1 is supported; run one server per device instead")
 

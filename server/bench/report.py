@@ -63,10 +63,7 @@ def render_table(measurements: Sequence[Measurement]) -> str:
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     lines = [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
         for row in rows
     ]
     for measurement in measurements:

@@ -83,11 +83,15 @@ def report_for(settings: Settings) -> "PlanReport":
 def _default_budget(spec: "KVCacheSpec", settings: Settings, weight_bytes: int, max_model_len: int) -> int:
     """What the server would take on this machine; where that is too little, the least that holds one longest request."""
     from model.host import available_memory
+    from model.kv_cache_spec import ceil_div
     from server.plan import default_kv_cache_memory
 
     local_blocks = spec.local_pool_blocks(settings.max_num_seqs, settings.max_num_batched_tokens)
     global_blocks = 1 + spec.blocks(max_model_len).global_blocks
-    least = local_blocks * spec.local_block_bytes + global_blocks * spec.global_block_bytes
+    global_bytes = global_blocks * spec.global_block_bytes
+    if settings.prefix_caching:  # KVCacheSpec.plan gives a quarter of the rest to the local pool
+        global_bytes = ceil_div(4 * global_bytes, 3)
+    least = local_blocks * spec.local_block_bytes + global_bytes
     free = available_memory() - weight_bytes
     if free > 0 and default_kv_cache_memory(free, "cpu") >= least:
         return default_kv_cache_memory(free, "cpu")
