@@ -23,7 +23,7 @@ class LinearWeight(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held; a matrix shared by two roles is counted by its first owner only."""
+        """Bytes that this weight holds beyond what its other owner, if it is shared, holds anyway."""
         ...
 
 
@@ -73,11 +73,11 @@ class Ops(ABC):
     # -- linear layers ---------------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def pack_linear(self, weight: torch.Tensor, role: LinearRole) -> LinearWeight:
+    def pack_linear(self, weight: torch.Tensor, role: LinearRole, *, shared: bool = False) -> LinearWeight:
         """Take over a weight [out_features, in_features] in the compute dtype, once, at load.
 
-        A backend may repack or quantise it and let go of the original, or keep it. With role "head", ``weight`` is a view of the
-        first rows of the embedding matrix when the head is tied; the embedding itself stays with the network.
+        A backend may repack or quantise it and let go of the original, or keep it. ``shared``: the tensor also belongs to someone
+        else (a tied head is a view of the first rows of the embedding matrix, which the network keeps for look-ups).
         """
 
     @abstractmethod

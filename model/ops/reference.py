@@ -6,22 +6,15 @@ as plain torch allows without obscuring that.
 
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 
+from model.host import cpu_computes_bfloat16
 from model.ops import AttentionMetadata, Candidates, LinearRole, LinearWeight, Ops
 
 MAX_SCORES = 1 << 23  # attention scores held at once (32 MiB of float32): queries of a long prefill are sliced to stay below
 WEIGHT_SLICE_ELEMENTS = 1 << 18  # elements of a bfloat16 weight widened to float32 at once: 1 MiB, which stays in cache
-
-
-@lru_cache(maxsize=1)
-def cpu_has_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 in hardware (elsewhere torch emulates it, many times slower than float32)."""
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +86,14 @@ class ReferenceOps(Ops):
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
-        self.widen_weights = device.type == "cpu" and dtype == torch.bfloat16 and not cpu_has_bfloat16()
+        self.widen_weights = device.type == "cpu" and dtype == torch.bfloat16 and not cpu_computes_bfloat16()
 
     @property
     def name(self) -> str:
         return "reference"
 
-    def pack_linear(self, weight: torch.Tensor, role: LinearRole) -> LinearWeight:
-        return PlainWeight(weight, weight.nbytes)
+    def pack_linear(self, weight: torch.Tensor, role: LinearRole, *, shared: bool = False) -> LinearWeight:
+        return PlainWeight(weight, 0 if shared else weight.nbytes)
 
     def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         assert isinstance(weight, PlainWeight)

@@ -1,0 +1,35 @@
+"""The tensors of the paged KV cache: a key and a value tensor per layer, sized by its group's pool in a KVCachePlan.
+
+Memory is zero-filled lazily by the operating system, so unused blocks cost address space only. Which blocks belong to whom is
+decided elsewhere; block 0 of each pool is the null block and is never written by a sequence or read.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from model.config import Gemma3Config
+from model.kv_cache_spec import KVCachePlan
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's share."""
+
+    keys: torch.Tensor  # [num_blocks, block_size, kv_heads, head_dim]
+    values: torch.Tensor  # the same
+
+
+class KVCache:
+    """All layers' keys and values."""
+
+    def __init__(
+        self, config: Gemma3Config, plan: KVCachePlan, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        def zeros(num_blocks: int) -> torch.Tensor:
+            shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        pool_blocks = {True: plan.num_global_blocks, False: plan.num_local_blocks}
+        self.block_size = block_size
+        self.layers = [LayerCache(zeros(pool_blocks[kind]), zeros(pool_blocks[kind])) for kind in config.global_layers]

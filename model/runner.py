@@ -1,0 +1,182 @@
+"""ModelRunner: a loaded model and its cache on one device. Chunks of sequences go in, sampled tokens come out.
+
+It loads weights as a stream, is told how large the cache is to be, and runs one step at a time; it knows neither requests nor
+text. Not thread-safe: one thread calls it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from tqdm import tqdm
+
+from model.batch import build_batch
+from model.config import Gemma3Config
+from model.errors import ConfigError
+from model.gemma3 import Gemma3
+from model.host import available_memory, cpu_computes_bfloat16
+from model.kv_cache import KVCache
+from model.kv_cache_spec import KVCachePlan, KVCacheSpec
+from model.ops import Ops, select_ops
+from model.sampler import NOT_FINITE, Sampler
+from model.sampling_params import SamplingParams
+from model.sequence_chunk import ChunkResult, SequenceChunk
+
+if TYPE_CHECKING:
+    from model.checkpoint.base import Checkpoint
+
+MAX_LOGITS_ROWS = 64  # rows of logits held at once: 64 MiB of float32 for a vocabulary of 262 144
+T = TypeVar("T")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The compute dtype for a --dtype value. "auto" is bfloat16 where the device computes in it, else float32.
+
+    float16 is refused: Gemma 3's residual stream passes its largest number, 65504.
+    """
+    if dtype == "auto":
+        return torch.bfloat16 if device.type != "cpu" or cpu_computes_bfloat16() else torch.float32
+    if dtype in ("float16", "half"):
+        raise ConfigError("--dtype float16 is not supported: Gemma 3 overflows in it. Use bfloat16, float32 or auto.")
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype} is not supported. Use bfloat16, float32 or auto.")
+    return DTYPES[dtype]
+
+
+class ModelRunner:
+    """One model on one device. ``load`` or the constructor, then ``allocate_cache``, then ``run`` once per step."""
+
+    def __init__(self, model: Gemma3, spec: KVCacheSpec, ops: Ops) -> None:
+        self.model = model
+        self.config: Gemma3Config = model.config
+        self.spec = spec
+        self.ops = ops
+        self.dtype = str(ops.dtype).removeprefix("torch.")
+        self.weight_bytes = model.weight_bytes
+        self.sampler = Sampler(ops)
+        self.cache: KVCache | None = None
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: "Checkpoint",
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        block_size: int = 16,
+        num_threads: int | None = None,
+        progress: bool = True,
+        num_valid_tokens: int | None = None,
+    ) -> "ModelRunner":
+        """Load the weights of a checkpoint, one tensor at a time; the cache comes later, once its size is known.
+
+        ``num_valid_tokens``: ids from here on have no token and are never sampled (a head may have more rows than the tokenizer
+        has tokens); all of the vocabulary when None. Raises ConfigError for settings and CheckpointError for files.
+        """
+        target = _resolve_device(device)
+        torch_dtype = resolve_dtype(dtype, target)
+        config = checkpoint.config
+        spec = config.kv_cache_spec(block_size, torch_dtype.itemsize)
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        ops = select_ops(target, torch_dtype)
+        num_valid_tokens = min(config.vocab_size, num_valid_tokens or config.vocab_size)
+        with torch.inference_mode():
+            model = Gemma3(config, ops, num_valid_tokens)
+            total = len(model.weight_slots())
+            model.load_weights(_with_progress(checkpoint.tensors(), total, progress))
+        return cls(model, spec, ops)
+
+    def allocate_cache(self, plan: KVCachePlan) -> None:
+        """Make the tensors of both pools. Raises ConfigError when the device has no room for them."""
+        try:
+            self.cache = KVCache(self.config, plan, self.spec.block_size, self.ops.dtype, self.ops.device)
+        except (RuntimeError, MemoryError) as error:
+            size = (plan.global_bytes + plan.local_bytes) / 2**30
+            raise ConfigError(f"The device has no room for a KV cache of {size:.1f} GiB. Lower --kv-cache-memory.") from error
+
+    def free_memory(self) -> int:
+        """Bytes that the device can still give to this process."""
+        if self.ops.device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self.ops.device)[0])
+        return available_memory()
+
+    def warm_up(self) -> None:
+        """Run a small prefill and a decode, so that the first request does not pay for lazy initialisation.
+
+        Writes to block 1 of each pool: to be called before any sequence owns a block.
+        """
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        for token_ids, start in (([self.config.bos_token_id] * min(4, self.spec.block_size), 0), ([self.config.bos_token_id], 0)):
+            self.run([SequenceChunk(token_ids, start, [1], [1], sampling, samples=True)])
+
+    @torch.inference_mode()
+    def run(self, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
+        """Run one step; one result per chunk, in order."""
+        if not chunks:
+            return []
+        assert self.cache is not None, "allocate_cache() comes first"
+        batch = build_batch(chunks, self.spec, self.ops.device)
+        hidden = self.model(batch, self.cache)
+        results = [ChunkResult() for _ in chunks]
+        self._score_prompts(hidden, chunks, batch.first_rows, results)
+        self._sample(hidden, chunks, batch.first_rows, results)
+        return results
+
+    def _sample(
+        self, hidden: torch.Tensor, chunks: Sequence[SequenceChunk], first_rows: Sequence[int], results: list[ChunkResult]
+    ) -> None:
+        sampling = [index for index, chunk in enumerate(chunks) if chunk.samples and results[index].error is None]
+        for part in _slices(sampling):
+            logits = self.model.logits(hidden[[first_rows[index + 1] - 1 for index in part]])
+            for index, sampled in zip(part, self.sampler.sample(logits, [chunks[index] for index in part]), strict=True):
+                results[index].token_ids = sampled.token_ids
+                results[index].logprobs = sampled.logprobs
+                results[index].error = sampled.error
+
+    def _score_prompts(
+        self, hidden: torch.Tensor, chunks: Sequence[SequenceChunk], first_rows: Sequence[int], results: list[ChunkResult]
+    ) -> None:
+        """Log-probabilities of prompt tokens, in slices of rows, so that no more than one slice of logits exists at a time."""
+        rows: list[tuple[int, int, int, int]] = []  # chunk, row of the flat batch, token that follows, alternatives asked for
+        for index, chunk in enumerate(chunks):
+            count = chunk.sampling.prompt_logprobs
+            if count is None:
+                continue
+            if any(not 0 <= target < self.model.head.num_valid_tokens for target in chunk.prompt_targets):
+                results[index].error = "A prompt token has no log-probability: its id has no token in the vocabulary."
+                continue
+            rows += [(index, first_rows[index] + i, target, count) for i, target in enumerate(chunk.prompt_targets)]
+        for part in _slices(rows):
+            logits = self.model.logits(hidden[[row for _, row, _, _ in part]])
+            finite = self.ops.all_finite(logits).tolist()
+            entries = self.sampler.logprobs(logits, [target for _, _, target, _ in part], [count for _, _, _, count in part])
+            for (index, *_), is_finite, entry in zip(part, finite, entries, strict=True):
+                if is_finite:
+                    results[index].prompt_logprobs.append(entry)
+                else:
+                    results[index].error = NOT_FINITE
+
+
+def _slices(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    for first in range(0, len(items), MAX_LOGITS_ROWS):
+        yield items[first : first + MAX_LOGITS_ROWS]
+
+
+def _resolve_device(device: str) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        target = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {device} is not known. Use auto, cpu or cuda.") from error
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: no usable CUDA device was found. Use --device cpu.")
+    if target.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {device} is not supported. Use auto, cpu or cuda.")
+    return target
+
+
+def _with_progress(tensors: Iterable[tuple[str, torch.Tensor]], total: int, progress: bool) -> Iterable[tuple[str, torch.Tensor]]:
+    return tqdm(tensors, total=total, desc="Loading weights", unit="tensor", disable=not progress)

@@ -1,0 +1,224 @@
+"""Draws the next token of each row of logits, batched, as each request's SamplingParams ask.
+
+Order: penalties (repetition on prompt and generated tokens; presence and frequency on generated tokens only), bias, masks;
+temperature; top-k; top-p of what top-k left; min-p. Log-probabilities are those of the raw logits, before all of it. A draw is
+the inverse CDF at one uniform number that depends on (seed, choice, position) alone, so neither the batch nor a preemption
+changes it. Ties go to the lowest id. The vocabulary is sorted only where a top-p reaches beyond the 1024 likeliest tokens.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from model.ops import Candidates, Ops
+from model.ops.reference import inverse_cdf
+from model.sampling_params import SamplingParams
+from model.sequence_chunk import ChunkResult, SequenceChunk, TokenLogprobs
+
+TOP_P_CANDIDATES = 1024
+NOT_FINITE = "The model's logits are not finite for this sequence."
+NOTHING_LEFT = "No token is left to draw: allowed_token_ids, logit_bias and min_tokens exclude every token."
+MASK_64 = (1 << 64) - 1
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits, fixed by its arguments: splitmix64 chained over the words of all of them.
+
+    Any integer is a seed; integers that differ give different streams, however large or negative.
+    """
+    state = 0
+    for word in (seed & MASK_64, (seed >> 64) & MASK_64, choice & MASK_64, position & MASK_64):
+        state = (state ^ word) + 0x9E3779B97F4A7C15 & MASK_64
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & MASK_64
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & MASK_64
+        state ^= state >> 31
+    return (state >> 11) * 2.0**-53
+
+
+class Sampler:
+    """Samples from float32 logits [r, V] whose width is the number of valid tokens."""
+
+    def __init__(self, ops: Ops) -> None:
+        self.ops = ops
+
+    def sample(self, logits: torch.Tensor, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
+        """One token per row, for the chunk of that row. A row that cannot be sampled yields an error, and harms no other row."""
+        results = [ChunkResult() for _ in chunks]
+        finite = self.ops.all_finite(logits).tolist()
+        rows = []
+        for row, (result, is_finite) in enumerate(zip(results, finite, strict=True)):
+            if is_finite:
+                rows.append(row)
+            else:
+                result.error = NOT_FINITE
+        edited = self._edit(logits, chunks, rows, results)
+        rows = [row for row in rows if results[row].error is None]
+        for row, token_id in self._draw_all(edited, chunks, rows):
+            results[row].token_ids.append(token_id)
+        asking = [row for row in rows if chunks[row].sampling.logprobs is not None]
+        if asking:
+            entries = self.logprobs(
+                logits[asking],
+                [results[row].token_ids[0] for row in asking],
+                [chunks[row].sampling.logprobs or 0 for row in asking],
+            )
+            for row, entry in zip(asking, entries, strict=True):
+                results[row].logprobs.append(entry)
+        return results
+
+    def logprobs(self, logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+        """Raw log-probabilities of one token and of the ``counts[i]`` likeliest, for each row of finite logits [r, V].
+
+        A token has bit for bit the same value on its own as among the likeliest.
+        """
+        ones = torch.ones(len(token_ids), device=logits.device)
+        values, top_ids, log_total = self.ops.top_candidates(logits, min(max(1, *counts), logits.shape[1]), ones)
+        chosen = logits.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])
+        chosen_logprobs = ((chosen - values[:, :1]) - log_total[:, None])[:, 0].tolist()
+        top_logprobs = ((values - values[:, :1]) - log_total[:, None]).tolist()
+        top_ids_host = top_ids.tolist()
+        return [
+            TokenLogprobs(token_id, logprob, list(zip(ids[:count], likeliest[:count], strict=True)))
+            for token_id, logprob, ids, likeliest, count in zip(
+                token_ids, chosen_logprobs, top_ids_host, top_logprobs, counts, strict=True
+            )
+        ]
+
+    # -- before the draw -------------------------------------------------------------------------------------------------------
+
+    def _edit(
+        self, logits: torch.Tensor, chunks: Sequence[SequenceChunk], rows: Sequence[int], results: list[ChunkResult]
+    ) -> torch.Tensor:
+        """Penalties, bias and masks on a copy; the raw logits stay for the log-probabilities."""
+        editing = [row for row in rows if _is_edited(chunks[row])]
+        if not editing:
+            return logits
+        edited = logits.clone()
+        for row in editing:
+            _edit_row(edited[row], chunks[row])
+        alive = torch.isfinite(edited[editing].amax(dim=-1)).tolist()
+        for row, is_alive in zip(editing, alive, strict=True):
+            if not is_alive:
+                results[row].error = NOTHING_LEFT
+        return edited
+
+    # -- the draw --------------------------------------------------------------------------------------------------------------
+
+    def _draw_all(self, logits: torch.Tensor, chunks: Sequence[SequenceChunk], rows: Sequence[int]) -> list[tuple[int, int]]:
+        """(row, token id) for every row, batched by the kind of draw."""
+        kinds: dict[tuple[str, int], list[int]] = defaultdict(list)
+        vocab_size = logits.shape[1]
+        for row in rows:
+            sampling = chunks[row].sampling
+            if sampling.greedy:
+                kinds["greedy", 0].append(row)
+            elif 0 < sampling.top_k < vocab_size:
+                kinds["candidates", min(vocab_size, max(64, 1 << (sampling.top_k - 1).bit_length()))].append(row)
+            elif sampling.top_p < 1.0:
+                kinds["candidates", min(vocab_size, TOP_P_CANDIDATES)].append(row)
+            else:
+                kinds["whole", 0].append(row)
+        drawn: list[tuple[int, int]] = []
+        for (kind, num_candidates), members in kinds.items():
+            part = logits if len(members) == len(logits) else logits[members]
+            if kind == "greedy":
+                token_ids = self.ops.argmax(part)
+            else:
+                draws = _Draws(part, [chunks[row] for row in members])
+                token_ids = self._draw_truncated(draws, num_candidates) if kind == "candidates" else self._draw_whole(draws)
+            drawn += zip(members, token_ids.tolist(), strict=True)
+        return drawn
+
+    def _draw_whole(self, draws: "_Draws") -> torch.Tensor:
+        return self.ops.draw(draws.logits, draws.temperature, draws.min_p, draws.uniform)
+
+    def _draw_truncated(self, draws: "_Draws", num_candidates: int) -> torch.Tensor:
+        """top-k and top-p among the likeliest ``num_candidates``, or among all where these do not hold enough mass."""
+        candidates = self.ops.top_candidates(draws.logits, num_candidates, draws.temperature)
+        token_ids, reached = _truncate_and_draw(candidates, draws)
+        short = [] if num_candidates == draws.logits.shape[1] else (~reached).nonzero()[:, 0].tolist()
+        if short:
+            rest = draws.select(short)
+            everything = self.ops.top_candidates(rest.logits, rest.logits.shape[1], rest.temperature)
+            token_ids[short] = _truncate_and_draw(everything, rest)[0]
+        return token_ids
+
+
+class _Draws:
+    """Rows to be drawn from, with their settings as tensors."""
+
+    def __init__(self, logits: torch.Tensor, chunks: Sequence[SequenceChunk]) -> None:
+        def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype).to(logits.device)
+
+        self.logits = logits
+        self.chunks = chunks
+        params = [chunk.sampling for chunk in chunks]
+        self.temperature = column([p.temperature for p in params], torch.float32)
+        self.min_p = column([p.min_p for p in params], torch.float32)
+        self.top_p = column([p.top_p for p in params], torch.float64)
+        self.top_k = column([_top_k(p, logits.shape[1]) for p in params], torch.int64)
+        numbers = [uniform(c.sampling.seed, c.sampling.choice, len(c.output_token_ids)) for c in chunks]
+        self.uniform = column(numbers, torch.float64)
+
+    def select(self, rows: Sequence[int]) -> "_Draws":
+        return _Draws(self.logits[rows], [self.chunks[row] for row in rows])
+
+
+def _top_k(params: SamplingParams, vocab_size: int) -> int:
+    return min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
+
+
+def _truncate_and_draw(candidates: Candidates, draws: _Draws) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token ids [r], whether the candidates hold all that top-k and top-p keep [r])."""
+    values, token_ids, log_total = candidates
+    num_candidates = values.shape[1]
+    likeliest = values[:, :1]
+    weights = ((values - likeliest) / draws.temperature[:, None]).double().exp()  # relative to the likeliest
+    by_top_k = draws.top_k <= num_candidates
+    weights.masked_fill_(torch.arange(num_candidates, device=values.device) >= draws.top_k[:, None], 0.0)
+    mass = weights.cumsum(dim=-1)
+    total = torch.where(by_top_k, mass[:, -1], log_total.double().exp())
+    threshold = (draws.top_p * total)[:, None]
+    reached = by_top_k | (mass[:, -1:] >= threshold)[:, 0]
+    kept = mass - weights < threshold  # the token that crosses the threshold is kept
+    kept[:, 0] = True
+    kept &= weights >= draws.min_p[:, None]
+    chosen = inverse_cdf(weights * kept, draws.uniform)
+    return token_ids.gather(1, chosen[:, None])[:, 0], reached
+
+
+def _is_edited(chunk: SequenceChunk) -> bool:
+    sampling = chunk.sampling
+    masks_stop = len(chunk.output_token_ids) < sampling.min_tokens and bool(sampling.stop_token_ids)
+    return sampling.penalised or bool(sampling.logit_bias) or sampling.allowed_token_ids is not None or masks_stop
+
+
+def _edit_row(logits: torch.Tensor, chunk: SequenceChunk) -> None:
+    """Penalties, bias and masks of one row [V], in place. Ids beyond the valid tokens have no logit and are passed over."""
+    sampling = chunk.sampling
+    vocab_size = logits.shape[0]
+
+    def indices(token_ids: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(token_ids, dtype=torch.int64).to(logits.device)
+
+    if sampling.repetition_penalty != 1.0:
+        seen = indices([token_id for token_id in {*chunk.prompt_token_ids, *chunk.output_token_ids} if token_id < vocab_size])
+        values = logits[seen]
+        penalty = sampling.repetition_penalty
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0:
+        counts = Counter(chunk.output_token_ids)
+        penalties = [sampling.frequency_penalty * count + sampling.presence_penalty for count in counts.values()]
+        logits[indices(list(counts))] -= torch.tensor(penalties, dtype=torch.float32).to(logits.device)
+    bias = {token_id: value for token_id, value in sampling.logit_bias if token_id < vocab_size}
+    if bias:
+        logits[indices(list(bias))] += torch.tensor(list(bias.values()), dtype=torch.float32).to(logits.device)
+    if sampling.allowed_token_ids is not None:
+        allowed = indices([token_id for token_id in sampling.allowed_token_ids if token_id < vocab_size])
+        kept = logits[allowed]
+        logits.fill_(-torch.inf)
+        logits[allowed] = kept
+    if len(chunk.output_token_ids) < sampling.min_tokens:
+        logits[indices([token_id for token_id in sampling.stop_token_ids if token_id < vocab_size])] = -torch.inf
