@@ -1,0 +1,202 @@
+"""A random walk over block manager and scheduler: admit, grow, chunk, preempt, abort, finish, hit and evict, all invariants held.
+
+The runner of the harness verifies after every step that each key the network would read is in the block its table names. The
+pools are so small that preemption and eviction happen all the time. The last tests plant faults and expect them to be found.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from model.kv_cache_spec import KVCacheSpec
+from server.engine.block_pool import BlockPool
+from server.engine.kv_manager import KVCacheManager
+from server.engine.request import Request, RequestStatus
+from tests.server.engine.harness import Harness, expected_tokens
+
+EXAMPLES, STEPS = 100, 100  # a run makes more than 5,000 engine steps
+seen: Counter[str] = Counter()
+
+
+class EngineMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts: dict[str, tuple[list[int], int]] = {}
+        self.aborted: set[str] = set()
+
+    @initialize(
+        block_size=st.sampled_from([1, 2, 4]),
+        num_global_blocks=st.integers(12, 40),
+        max_num_seqs=st.integers(1, 5),
+        max_num_batched_tokens=st.integers(5, 24),
+        spare_local_blocks=st.sampled_from([0, 0, 3, 20]),
+        over_admission=st.booleans(),
+    )
+    def start(
+        self,
+        block_size: int,
+        num_global_blocks: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        spare_local_blocks: int,
+        over_admission: bool,
+    ) -> None:
+        window = 4
+        spec = KVCacheSpec(block_size, window, 1, 5, 8)
+        self.engine = Harness(
+            block_size=block_size,
+            window=window,
+            num_global_blocks=num_global_blocks,
+            num_local_blocks=spec.local_pool_blocks(max_num_seqs, max_num_batched_tokens) + spare_local_blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            over_admission=over_admission,
+        )
+
+    @rule(
+        seed=st.integers(0, 3), length=st.integers(1, 25), max_tokens=st.integers(0, 12), salt=st.sampled_from([None, None, "s"])
+    )
+    def admit(self, seed: int, length: int, max_tokens: int, salt: str | None) -> None:
+        """Prompts of one seed are prefixes of each other, so that hits of every length happen."""
+        source = random.Random(seed)
+        tokens = [source.randrange(5) for _ in range(25)][: min(length, self.engine.config.max_model_len - 1)]
+        request = self.engine.add(tokens, max_tokens=max_tokens, salt=salt)
+        self.prompts[request] = (tokens, max_tokens)
+        seen["admit"] += 1
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.engine.step()
+            seen["step"] += 1
+
+    @rule(choice=st.integers(0, 100))
+    def abort(self, choice: int) -> None:
+        live = [*self.engine.core.scheduler.waiting, *self.engine.core.scheduler.running]
+        preempted = [request for request in live if request.status is RequestStatus.PREEMPTED]
+        if live:
+            request = preempted[0] if preempted and choice % 2 else live[choice % len(live)]
+            seen[f"abort {request.status.value}"] += 1
+            self.aborted.add(request.request_id)
+            self.engine.core.abort(request.request_id)
+
+    @rule(budget=st.integers(1, 24))
+    def change_prefill_share(self, budget: int) -> None:
+        self.engine.core.scheduler.mixed_prefill_tokens = max(self.engine.spec.block_size, budget)
+
+    @invariant()
+    def holds(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        engine = self.engine
+        engine.core.scheduler.check_invariants()
+        for request in engine.core.scheduler.running:
+            held = len(engine.kv.tables[request.request_id].local_blocks) - engine.kv.tables[request.request_id].num_recycled
+            assert held <= engine.spec.blocks(request.num_computed_tokens, max(1, request.num_uncomputed_tokens)).local_blocks
+        for request_id, (tokens, max_tokens) in self.prompts.items():
+            outputs = engine.outputs[request_id]
+            if outputs and outputs[-1].finish_reason and request_id not in self.aborted:
+                count = min(max_tokens, engine.config.max_model_len - len(tokens))
+                assert engine.tokens(request_id) == expected_tokens(tokens, count)
+                seen["finish"] += 1
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        engine = self.engine
+        engine.run()
+        stats = engine.core.stats
+        seen["preempt"] += stats.preemptions_total
+        seen["hit"] += stats.prefix_hit_tokens_total
+        seen["evict"] += stats.pools["global"].evicted_total
+        seen["evict local"] += stats.pools["local"].evicted_total
+        seen["recycle"] += stats.recycled_blocks_total
+        seen["limited local"] += stats.prefix_limited_total["local"]
+        unfinished = [r for r in self.prompts if r not in self.aborted and not (engine.outputs[r] and engine.finish_reason(r))]
+        assert not unfinished
+
+
+def walk(examples: int = EXAMPLES) -> None:
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+        EngineMachine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=STEPS,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_random_walks_hold_every_invariant() -> None:
+    seen.clear()
+    walk()
+    assert seen["step"] >= 5_000
+    for event in ("preempt", "hit", "evict", "evict local", "recycle", "limited local", "finish"):
+        assert seen[event] > 0, f"the walk never met {event!r}"
+    for status in ("waiting", "running", "preempted"):
+        assert seen[f"abort {status}"] > 0
+
+
+def recycle_one_block_too_early(original: Callable[[KVCacheSpec, int], int]) -> object:
+    return lambda self, num_computed: original(self, num_computed) + (1 if num_computed >= 2 * self.sliding_window else 0)
+
+
+def forget_a_touch(original: Callable[[BlockPool, int], None]) -> object:
+    def touch(self: BlockPool, block: int) -> None:
+        if self.ref_count(block) == 0:
+            original(self, block)
+
+    return touch
+
+
+def free_twice(original: Callable[[BlockPool, Iterable[int]], None]) -> object:
+    def free(self: BlockPool, blocks: Iterable[int]) -> None:
+        blocks = list(blocks)
+        original(self, blocks + blocks[-1:] if len(blocks) > 3 else blocks)
+
+    return free
+
+
+def publish_before_computing(original: Callable[[KVCacheManager, Request, int], bool]) -> object:
+    def allocate(self: KVCacheManager, request: Request, num_new_tokens: int) -> bool:
+        done = original(self, request, num_new_tokens)
+        tables = self.tables[request.request_id]
+        index = request.num_published_blocks
+        if (
+            done
+            and (index + 1) * self.block_size <= request.num_computed_tokens + num_new_tokens
+            and index >= tables.num_recycled
+        ):
+            content_hash = self._block_hashes(request, index + 1)[index]
+            self.global_pool.publish(tables.global_blocks[index], content_hash)
+            self.local_pool.publish(tables.local_blocks[index], content_hash)
+            request.num_published_blocks += 1
+        return done
+
+    return allocate
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "fault"),
+    [
+        (KVCacheSpec, "first_local_block", recycle_one_block_too_early),
+        (BlockPool, "touch", forget_a_touch),
+        (BlockPool, "free", free_twice),
+        (KVCacheManager, "allocate", publish_before_computing),
+    ],
+)
+def test_a_planted_fault_is_found(
+    owner: type, method: str, fault: Callable[[object], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, method, fault(getattr(owner, method)))
+    with pytest.raises((AssertionError, KeyError)):
+        walk()
