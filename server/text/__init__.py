@@ -1,0 +1,7 @@
+"""Text in and out: tokenizer, chat template, detokenizer with stop strings. Imports neither engine nor api, and no torch."""
+
+from server.text.chat_template import ChatMessage, ChatTemplate, ChatTemplateError, merge_messages
+from server.text.detokenizer import Detokenizer
+from server.text.tokenizer import Tokenizer, TokenizerError
+
+__all__ = ["ChatMessage", "ChatTemplate", "ChatTemplateError", "Detokenizer", "Tokenizer", "TokenizerError", "merge_messages"]

@@ -1,0 +1,191 @@
+"""Chat messages to prompt text. `merge_messages` brings what clients send into the order Gemma 3 was trained on;
+`ChatTemplate` renders it with a Jinja template in a bounded sandbox. Text of a message can never complete a control-
+token literal in the rendered prompt: inside message text a sentinel character follows every character that could
+begin such a literal, and the caller removes it only after the literals of the template itself have been cut out.
+Everything a user can cause is a ChatTemplateError."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from server.text.sandbox import RenderBudget, RenderLimitError, SandboxedTemplateEnvironment
+
+BUILTIN_TEMPLATE_FILE = Path(__file__).with_name("gemma3.jinja")
+
+_PROBE = "text-part-probe"
+_SYSTEM_ROLES = frozenset({"system", "developer"})
+_TURN_ROLES = frozenset({"user", "assistant"})
+_TOOL_ROLES = frozenset({"tool", "function"})
+_KNOWN_ROLES = "system, developer, user, assistant"
+# Private-use characters: no tokenizer gives them a meaning, and some of them occur in no message.
+_SENTINEL_RANGES = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
+
+
+class ChatTemplateError(Exception):
+    """Messages or a template that give no prompt; the text is fit for the client. `param` names the request field."""
+
+    def __init__(self, message: str, param: str = "messages") -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    """One turn. `content` is the text, or the texts of the parts of a multi-part message in their order."""
+
+    role: str
+    content: str | tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(self.content)
+
+
+def merge_messages(messages: Sequence[ChatMessage], strict: bool = False) -> list[ChatMessage]:
+    """Returns at most one system message, then turns that alternate and begin with the user.
+
+    System messages ("developer" is the same role) are joined with a blank line, wherever they stand, and so are
+    consecutive turns of one role. A system message without any turn becomes a user turn. A conversation that begins
+    with the assistant is an error: no turn is invented. With `strict`, nothing is joined or moved: what would need it
+    is an error.
+    """
+    if not messages:
+        raise ChatTemplateError("messages must hold at least one message.")
+    system_texts: list[str] = []
+    turns: list[ChatMessage] = []
+    for index, message in enumerate(messages):
+        if message.role in _SYSTEM_ROLES:
+            if strict and index > 0:
+                raise _role_error(message.role, index, "with strict roles only the first message may be a system message")
+            system_texts.append(message.text)
+            continue
+        if message.role not in _TURN_ROLES:
+            reason = "tool messages are not supported yet" if message.role in _TOOL_ROLES else "this is not a known role"
+            raise _role_error(message.role, index, f"{reason}; use one of {_KNOWN_ROLES}")
+        if not turns and message.role == "assistant":
+            raise _role_error(message.role, index, "the conversation must begin with a user message")
+        if turns and turns[-1].role == message.role:
+            if strict:
+                raise _role_error(message.role, index, "with strict roles the turns must alternate between user and assistant")
+            turns[-1] = ChatMessage(message.role, _join([turns[-1].text, message.text]))
+        else:
+            turns.append(message)
+    system_text = _join(system_texts)
+    if not turns:
+        if strict:
+            raise ChatTemplateError("messages holds no user message: with strict roles a system message alone is refused.")
+        return [ChatMessage("user", system_text)]
+    return [ChatMessage("system", system_text), *turns] if system_text else turns
+
+
+def _role_error(role: str, index: int, reason: str) -> ChatTemplateError:
+    param = f"messages[{index}].role"
+    return ChatTemplateError(f"{param} is {role[:64]!r}: {reason}.", param)
+
+
+def _join(texts: Iterable[str]) -> str:
+    return "\n\n".join(text for text in texts if text)
+
+
+class ControlLiterals:
+    """The literals of the control tokens, prepared for marking message text."""
+
+    def __init__(self, literals: Iterable[str]) -> None:
+        self._literals = frozenset(literals)
+        self.first_characters = "".join(sorted({literal[0] for literal in self._literals}))
+        self._tails = frozenset(literal[start:] for literal in self._literals for start in range(1, len(literal)))
+        self._all_but_first = "\0".join(literal[1:] for literal in self._literals)
+        self._longest = max(map(len, self._literals), default=0)
+
+    def mark(self, text: str, sentinel: str) -> str:
+        """Text in which no control literal can begin, and which cannot continue one that the template began."""
+        for character in self.first_characters:
+            text = text.replace(character, character + sentinel)
+        stripped = text.lstrip()
+        if self._continues_a_literal(stripped):
+            # In front of the first visible character, so that a template that trims the text still sees the same white space.
+            text = text[: len(text) - len(stripped)] + sentinel + stripped
+        return text
+
+    def _continues_a_literal(self, text: str) -> bool:
+        if any(text[:length] in self._tails for length in range(1, min(len(text), self._longest) + 1)):
+            return True
+        return 0 < len(text) < self._longest and text in self._all_but_first
+
+
+class ChatTemplate:
+    """A compiled template; immutable, so any number of threads may render at once."""
+
+    def __init__(self, source: str | None = None) -> None:
+        """`source`: Jinja text, or None for the built-in Gemma 3 template. Raises ChatTemplateError if it does not compile."""
+        self.is_builtin = source is None
+        self.source = BUILTIN_TEMPLATE_FILE.read_text(encoding="utf-8") if source is None else source
+        self._environment = SandboxedTemplateEnvironment()
+        try:
+            self._template = self._environment.from_string(self.source)
+        except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
+            where = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise ChatTemplateError(
+                f"The chat template is not valid Jinja{where}: {error}. Give a correct one with --chat-template.", "chat_template"
+            ) from error
+        self._takes_parts = self._probe_parts()
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        literals: ControlLiterals,
+        add_generation_prompt: bool = True,
+        bos_token: str = "<bos>",
+        eos_token: str = "<eos>",
+    ) -> tuple[str, str]:
+        """Returns (rendered text, sentinel): cut the text at the control literals first, then remove the sentinel."""
+        sentinel = self._unused_character(messages)
+        rendered = self._generate(
+            messages=[self._as_dict(message, literals, sentinel) for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            bos_token=bos_token,
+            eos_token=eos_token,
+        )
+        return rendered, sentinel
+
+    def _generate(self, **variables: Any) -> str:
+        try:
+            return self._environment.render_bounded(self._template, variables, RenderBudget())
+        except RenderLimitError as error:
+            raise ChatTemplateError(f"The chat template was stopped: {error}.") from error
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(f"The chat template refused the messages: {error}") from error
+        except Exception as error:  # The template is a foreign program: whatever it raises is an error of this request alone.
+            raise ChatTemplateError(f"The chat template failed: {type(error).__name__}: {str(error)[:200]}") from error
+
+    def _probe_parts(self) -> bool:
+        """Whether the template prints the text of multi-part content; otherwise the parts are joined before it sees them."""
+        try:
+            rendered = self._generate(
+                messages=[{"role": "user", "content": [{"type": "text", "text": _PROBE}]}],
+                add_generation_prompt=True,
+                bos_token="",
+                eos_token="",
+            )
+        except ChatTemplateError:
+            return False
+        return _PROBE in rendered and "'type'" not in rendered and '"type"' not in rendered
+
+    def _as_dict(self, message: ChatMessage, literals: ControlLiterals, sentinel: str) -> dict[str, Any]:
+        # The published template reads the first part of a system message only: joined, nothing of it is lost.
+        if isinstance(message.content, str) or message.role == "system" or not self._takes_parts:
+            return {"role": message.role, "content": literals.mark(message.text, sentinel)}
+        parts = [{"type": "text", "text": literals.mark(text, sentinel)} for text in message.content]
+        return {"role": message.role, "content": parts}
+
+    def _unused_character(self, messages: Sequence[ChatMessage]) -> str:
+        used = set(self.source).union(*(message.text for message in messages))
+        for code_points in _SENTINEL_RANGES:
+            for code_point in code_points:
+                if chr(code_point) not in used:
+                    return chr(code_point)
+        raise ChatTemplateError("The messages use every private-use character of Unicode: none is left to mark their text with.")
