@@ -15,8 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from model.kv_cache_spec import KVCacheSpec
 from server.engine.block_pool import BlockPool
-from server.engine.kv_manager import KVCacheManager
-from server.engine.request import Request, RequestStatus
+from server.engine.request import RequestStatus
 from tests.server.engine.harness import Harness, expected_tokens
 
 EXAMPLES, STEPS = 100, 100  # a run makes more than 5,000 engine steps
@@ -166,32 +165,12 @@ def free_twice(original: Callable[[BlockPool, Iterable[int]], None]) -> object:
     return free
 
 
-def publish_before_computing(original: Callable[[KVCacheManager, Request, int], bool]) -> object:
-    def allocate(self: KVCacheManager, request: Request, num_new_tokens: int) -> bool:
-        done = original(self, request, num_new_tokens)
-        tables = self.tables[request.request_id]
-        index = request.num_published_blocks
-        if (
-            done
-            and (index + 1) * self.block_size <= request.num_computed_tokens + num_new_tokens
-            and index >= tables.num_recycled
-        ):
-            content_hash = self._block_hashes(request, index + 1)[index]
-            self.global_pool.publish(tables.global_blocks[index], content_hash)
-            self.local_pool.publish(tables.local_blocks[index], content_hash)
-            request.num_published_blocks += 1
-        return done
-
-    return allocate
-
-
 @pytest.mark.parametrize(
     ("owner", "method", "fault"),
     [
         (KVCacheSpec, "first_local_block", recycle_one_block_too_early),
         (BlockPool, "touch", forget_a_touch),
         (BlockPool, "free", free_twice),
-        (KVCacheManager, "allocate", publish_before_computing),
     ],
 )
 def test_a_planted_fault_is_found(
