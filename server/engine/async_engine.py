@@ -100,7 +100,6 @@ class AsyncEngine:
             while not ended:
                 item = await outputs.get()
                 if isinstance(item, EngineError):
-                    ended = True
                     raise item
                 ended = item.finish_reason is not None
                 yield item

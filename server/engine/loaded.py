@@ -101,7 +101,7 @@ def load_engine(
         )
     memory = settings.kv_cache_memory
     if memory is None:
-        memory = default_kv_cache_memory(runner.free_memory(), runner.device)
+        memory = default_kv_cache_memory(runner.free_memory(), str(runner.ops.device))
     plan = runner.spec.plan(
         memory,
         max_num_seqs=settings.max_num_seqs,
