@@ -1,0 +1,228 @@
+"""A checkpoint in one GGUF file: configuration, vocabulary and weights of mixed quantisation types. The header is parsed strictly
+(gguf_header), names and shapes are checked before any weight is read, and ``tensors()`` dequantises to float32 in row slices.
+
+GGUF stores Gemma's norm weights with the 1 already added; here it is subtracted again, in float32.
+"""
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
+from gguf.quants import dequantize
+from tqdm import tqdm
+
+from model.checkpoint.base import (
+    EMBEDDING,
+    HEAD,
+    check_tensors,
+    expected_shapes,
+    is_norm,
+    require_complete,
+    sampled_fingerprint,
+)
+from model.checkpoint.gguf_header import GGUFHeader, TensorInfo, parse_header
+from model.checkpoint.gguf_tokenizer import CONVERTER_VERSION, build_tokenizer_json, check_vocabulary
+from model.checkpoint.tokenizer_cache import cached_tokenizer
+from model.config import Gemma3Config
+from model.errors import CheckpointError, ConfigError
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+SLICE_ELEMENTS = 1 << 17  # float32 values dequantised at a time: temporaries of 512 KiB stay in the cache of the core
+MAX_THREADS = min(8, os.cpu_count() or 1)  # numpy computes outside the interpreter lock
+
+_TOP_LEVEL = {"token_embd.weight": EMBEDDING, "output_norm.weight": "model.norm.weight", "output.weight": HEAD}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
+
+def canonical_name(gguf_name: str) -> str:
+    """The Hugging Face name of a GGUF tensor; an unknown name is returned as it is."""
+    if gguf_name in _TOP_LEVEL:
+        return _TOP_LEVEL[gguf_name]
+    parts = gguf_name.split(".")
+    if len(parts) == 4 and parts[0] == "blk" and parts[1].isdecimal() and parts[2] in _LAYER and parts[3] == "weight":
+        return f"model.layers.{parts[1]}.{_LAYER[parts[2]]}.weight"
+    return gguf_name
+
+
+def open_gguf(files: Sequence[Path], *, name: str, cache_dir: Path, progress: bool) -> "GGUFCheckpoint":
+    """Open a GGUF file, or one that is cut into several parts (joined in memory)."""
+    label = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more parts"
+    try:
+        data = _map(files[0]) if len(files) == 1 else _join(files)
+    except OSError as error:
+        raise CheckpointError(f"{label}: cannot be read: {error.strerror or error}.") from error
+    return GGUFCheckpoint(data, label, name=name, cache_dir=cache_dir, progress=progress)
+
+
+class GGUFCheckpoint:
+    """Implements ``Checkpoint`` on the bytes of a GGUF file."""
+
+    def __init__(self, data: Bytes, file: str, *, name: str, cache_dir: Path, progress: bool) -> None:
+        self._data = data
+        self._file = file
+        self._cache_dir = cache_dir
+        self._progress = progress
+        self._header: GGUFHeader = parse_header(data.data, file)
+        self._infos: dict[str, TensorInfo] = {}
+        self.name = name
+        self.default_sampling: dict[str, Any] = {}
+        self.config = self._checked_config()
+        template = self._header.metadata.get("tokenizer.chat_template")
+        self.chat_template: str | None = template if isinstance(template, str) else None
+
+    def _checked_config(self) -> Gemma3Config:
+        metadata = self._header.metadata
+        try:
+            config = Gemma3Config.from_gguf(metadata)
+        except ConfigError as error:
+            raise ConfigError(f"{self._file}: {error}") from error
+        self._require_dequantizable()
+        for info in self._header.tensors.values():
+            name = canonical_name(info.name)
+            if name in self._infos:
+                raise CheckpointError(f"{self._file}: tensors {self._infos[name].name!r} and {info.name!r} are the same weight.")
+            self._infos[name] = info
+        embedding = self._infos.get(EMBEDDING)
+        if embedding is not None and len(embedding.shape) == 2 and embedding.shape[0] != config.vocab_size:
+            raise CheckpointError(
+                f"{self._file}: tensor 'token_embd.weight' has {embedding.shape[0]} rows, "
+                f"but tokenizer.ggml.tokens lists {config.vocab_size} tokens."
+            )
+        check_tensors(config, {name: (self._file, info.name, info.shape) for name, info in self._infos.items()})
+        require_complete(config, self._infos, self._file)
+        check_vocabulary(metadata, self._file)
+        return replace(config, tie_word_embeddings=self._is_tied())
+
+    def _require_dequantizable(self) -> None:
+        """Ask for each type of the file once, on a block of zeros, so that an unknown one is refused before loading."""
+        first = {info.quantization: info.name for info in reversed(self._header.tensors.values())}
+        for quantization, name in first.items():
+            try:
+                _dequantize(np.zeros((1, GGML_QUANT_SIZES[quantization][1]), dtype=np.uint8), quantization)
+            except NotImplementedError:
+                raise CheckpointError(
+                    f"{self._file}: tensor {name!r} has type {quantization.name}, which cannot be dequantised; "
+                    "use a file in one of the usual types (F32, F16, BF16, Q4_0 ... Q8_0, K and IQ quants)."
+                ) from None
+
+    def _is_tied(self) -> bool:
+        """Tied if there is no output.weight, or if it repeats the embedding byte for byte."""
+        head, embedding = self._infos.get(HEAD), self._infos[EMBEDDING]
+        if head is None:
+            return True
+        return head.quantization == embedding.quantization and np.array_equal(self._raw(head), self._raw(embedding))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return sampled_fingerprint([(self._header_bytes(), self._data)])
+
+    @cached_property
+    def tokenizer_file(self) -> Path:
+        # The tokenizer depends on the header alone, so its bytes are the identity: the same file elsewhere hits the same entry.
+        key = hashlib.sha256(CONVERTER_VERSION.encode() + self._header_bytes()).hexdigest()[:24]
+        return cached_tokenizer(
+            key, lambda: build_tokenizer_json(self._header.metadata, self._file, progress=self._progress), self._cache_dir
+        )
+
+    @cached_property
+    def weight_format(self) -> str:
+        file_type = self._header.metadata.get("general.file_type")
+        known = {item.value: item.name for item in LlamaFileType}
+        if isinstance(file_type, int) and file_type in known:
+            return known[file_type].removeprefix("MOSTLY_").removeprefix("ALL_")
+        sizes: Counter[str] = Counter()
+        for info in self._infos.values():
+            sizes[info.quantization.name] += info.num_bytes
+        return sizes.most_common(1)[0][0]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        total = sum(info.num_bytes for info in self._infos.values())
+        hidden = None if self._progress else True  # None: shown on a terminal only
+        with (
+            ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="dequantize") as threads,
+            tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=hidden, leave=False) as bar,
+        ):
+            for name in expected_shapes(self.config):
+                info = self._infos[name]
+                yield name, self._load(info, is_norm(name), threads)
+                bar.update(info.num_bytes)
+
+    def close(self) -> None:
+        self._data = np.zeros(0, dtype=np.uint8)  # the mapping goes with its last reference
+
+    def _load(self, info: TensorInfo, subtract_one: bool, threads: ThreadPoolExecutor) -> torch.Tensor:
+        tensor = torch.empty(info.shape, dtype=torch.float32)
+        columns = info.shape[-1]
+        rows = tensor.numel() // columns
+        raw = self._raw(info).reshape(rows, -1)
+        target = tensor.view(rows, columns).numpy()
+        step = max(1, SLICE_ELEMENTS // columns)
+
+        def fill(start: int) -> bool:
+            block = _dequantize(raw[start : start + step], info.quantization)
+            target[start : start + step] = block
+            return bool(np.isfinite(block).all())
+
+        if not all(threads.map(fill, range(0, rows, step))):
+            raise CheckpointError(f"{self._file}: tensor {info.name!r} holds values that are not finite; the file is damaged.")
+        return tensor.sub_(1.0) if subtract_one else tensor
+
+    def _raw(self, info: TensorInfo) -> Bytes:
+        if info.start + info.num_bytes > len(self._data):
+            raise CheckpointError(f"{self._file}: the checkpoint has been closed.")
+        return self._data[info.start : info.start + info.num_bytes]
+
+    def _header_bytes(self) -> bytes:
+        return bytes(self._data[: self._header.header_bytes])
+
+
+def _dequantize(raw: Bytes, quantization: GGMLQuantizationType) -> Any:
+    """[rows, bytes of a row] -> [rows, columns] in float32. Damaged scales overflow silently; the caller checks."""
+    with np.errstate(all="ignore"):
+        return dequantize(raw, quantization)
+
+
+def _map(file: Path) -> Bytes:
+    if not file.is_file():
+        raise CheckpointError(f"{file}: is not a file.")
+    if file.stat().st_size == 0:
+        raise CheckpointError(f"{file}: is empty.")
+    # np.asarray drops the memmap subclass, whose slices are slow, and keeps the mapping.
+    return np.asarray(np.memmap(file, dtype=np.uint8, mode="r"))
+
+
+def _join(files: Sequence[Path]) -> Bytes:
+    sizes = [file.stat().st_size for file in files]
+    data = np.empty(sum(sizes), dtype=np.uint8)
+    start = 0
+    for file, size in zip(files, sizes, strict=True):
+        with file.open("rb", buffering=0) as stream:
+            while size and (count := stream.readinto(data.data[start : start + size])):
+                start, size = start + count, size - count
+        if size:
+            raise CheckpointError(f"{file}: the file ends {size} bytes early.")
+    return data
