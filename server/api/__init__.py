@@ -1,0 +1,1 @@
+"""HTTP routers and wire schemas. Never imports torch."""

@@ -1,0 +1,219 @@
+"""From a plan (prompts x choices) to one stream of events, the same for both endpoints, streamed or not.
+
+Every choice runs as a request of its own in the engine and is turned into text here. ``next_event`` hands out what happened, in
+order of arrival. When the client leaves, one choice fails, or the run is closed, every open request is aborted.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from starlette.types import Receive
+
+from model.sampling_params import SamplingParams
+from model.sequence_chunk import TokenLogprobs
+from server.engine.async_engine import AsyncEngine
+from server.engine.request import (
+    EngineDrainingError,
+    EngineError,
+    FinishReason,
+    GenerationSpec,
+    RequestFailedError,
+    TokenOutput,
+)
+from server.errors import ApiError, ClientDisconnectedError, internal_error, shutting_down
+from server.request_metrics import ChoiceRecord, RequestRecord
+from server.text.detokenizer import Detokenizer
+from server.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("gemserve.api")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """One prompt, and how its choices are drawn. ``text`` is its text as echo shows it."""
+
+    token_ids: list[int]
+    sampling: SamplingParams
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationPlan:
+    response_id: str
+    prompts: tuple[PromptPlan, ...]
+    n: int
+    stop: tuple[str, ...]
+    cache_salt: str | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceEvent:
+    """What one step of the engine meant for one choice; ``index`` is prompt index x n + choice.
+
+    ``token_ids`` are the tokens that count, end and stop tokens included, none behind a stop string; ``logprobs`` belong to them
+    one by one. ``text`` may be empty while a part of a character or of a stop string is held back.
+    """
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs]
+    prompt_logprobs: Sequence[TokenLogprobs] | None
+    is_first: bool
+    finish_reason: FinishReason | None
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of the whole request so far. A prompt counts once, whatever n is."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def wire(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class _ChoiceText:
+    """Turns the outputs of one request in the engine into events."""
+
+    def __init__(self, tokenizer: Tokenizer, plan: GenerationPlan, sampling: SamplingParams) -> None:
+        self._detokenizer = Detokenizer(tokenizer, stop=plan.stop, min_tokens=sampling.min_tokens)
+        self._num_tokens = 0
+
+    def event(self, output: TokenOutput, index: int, is_first: bool) -> ChoiceEvent:
+        token_ids = output.token_ids
+        detokenizer = self._detokenizer
+        text = detokenizer.push(token_ids[:-1] if output.stop_token_id is not None else token_ids)
+        finish_reason = output.finish_reason
+        if finish_reason is not None:
+            text += detokenizer.flush()
+        if detokenizer.stopped is not None:
+            # A run of byte tokens is read at its end: the match may lie in tokens that were delivered already.
+            token_ids = token_ids[: max(0, detokenizer.consumed_tokens - self._num_tokens)]
+            finish_reason = "stop"
+        self._num_tokens += len(token_ids)
+        logprobs = output.logprobs[: len(token_ids)]
+        return ChoiceEvent(index, text, token_ids, logprobs, output.prompt_logprobs, is_first, finish_reason)
+
+
+class GenerationRun:
+    """A plan at work. ``start`` it, take events until None, and ``close`` it in every case."""
+
+    def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer, plan: GenerationPlan, record: RequestRecord) -> None:
+        self.usage = Usage(prompt_tokens=sum(len(prompt.token_ids) for prompt in plan.prompts))
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._plan = plan
+        self._record = record
+        self._events: asyncio.Queue[ChoiceEvent | Exception] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._open_choices = plan.num_choices
+        self._outcome: FinishReason = "stop"
+
+    def start(self, receive: Receive) -> None:
+        """Send every choice to the engine, and watch ``receive`` for the client's departure."""
+        self._tasks.append(asyncio.create_task(self._watch(receive)))
+        n = self._plan.n
+        for prompt_index, prompt in enumerate(self._plan.prompts):
+            if prompt.sampling.greedy:  # all choices are the same: computed once, delivered n times
+                self._tasks.append(asyncio.create_task(self._run_choice(prompt_index, 0, n)))
+                continue
+            for choice in range(n):
+                self._tasks.append(asyncio.create_task(self._run_choice(prompt_index, choice, 1)))
+
+    async def next_event(self, timeout_seconds: float | None = None) -> ChoiceEvent | None:
+        """The next event; None when every choice has finished. Raises TimeoutError when nothing happened for so long, ApiError
+        when a choice failed, ClientDisconnectedError when the client left; the latter two end the run."""
+        if self._open_choices == 0:
+            self._record.finish(self._outcome)
+            return None
+        async with asyncio.timeout(timeout_seconds):
+            event = await self._events.get()
+        if isinstance(event, Exception):
+            self._stop_tasks()
+            raise self._failure(event) from event
+        self.usage.completion_tokens += len(event.token_ids)
+        self._record.count_generated(len(event.token_ids))
+        if event.finish_reason is not None:
+            self._open_choices -= 1
+            if event.finish_reason == "length":
+                self._outcome = "length"
+        return event
+
+    async def close(self) -> None:
+        """Abort whatever still runs. Idempotent."""
+        self._stop_tasks()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._record.finish("client_disconnect")  # unless it ended before: nobody took the rest of the events
+
+    def _stop_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    def _failure(self, error: Exception) -> Exception:
+        """The error as the client sees it; notes the outcome."""
+        match error:
+            case ClientDisconnectedError():
+                self._record.finish("client_disconnect")
+                return error
+            case EngineDrainingError():
+                self._record.finish("shutdown")
+                return shutting_down()
+        self._record.finish("error")
+        if isinstance(error, (ApiError, RequestFailedError)):
+            return error if isinstance(error, ApiError) else internal_error(f"The request failed: {error}")
+        if not isinstance(error, EngineError):
+            logger.error("a choice of %s failed", self._plan.response_id, exc_info=error)
+        return internal_error()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._events.put_nowait(ClientDisconnectedError())
+        self._stop_tasks()
+
+    async def _run_choice(self, prompt_index: int, choice: int, num_copies: int) -> None:
+        index = prompt_index * self._plan.n + choice
+        try:
+            await self._generate(prompt_index, choice, index, num_copies)
+        except Exception as error:  # delivered to whoever takes the events
+            self._events.put_nowait(error)
+
+    async def _generate(self, prompt_index: int, choice: int, index: int, num_copies: int) -> None:
+        plan, prompt = self._plan, self._plan.prompts[prompt_index]
+        spec = GenerationSpec(
+            request_id=f"{plan.response_id}-{index}",
+            prompt_token_ids=prompt.token_ids,
+            sampling=replace(prompt.sampling, choice=choice),
+            cache_salt=plan.cache_salt,
+        )
+        text = _ChoiceText(self._tokenizer, plan, prompt.sampling)
+        record = ChoiceRecord(self._record)
+        is_first = True
+        async with aclosing(self._engine.generate(spec)) as outputs:  # type: ignore[type-var]
+            async for output in outputs:
+                record.observe(output, len(prompt.token_ids), is_first)
+                if is_first and choice == 0:
+                    self.usage.cached_tokens += output.num_cached_tokens
+                event = text.event(output, index, is_first)
+                is_first = False
+                for copy in range(num_copies):
+                    self._events.put_nowait(event if copy == 0 else replace(event, index=index + copy))
+                if event.finish_reason is not None:
+                    record.finished(event.finish_reason, num_copies)
+                    return
+        raise EngineError("the engine ended a request without a reason")

@@ -1,0 +1,165 @@
+"""POST /v1/completions and POST /v1/chat/completions: read, check, plan, run, answer. Only the answer's form differs."""
+
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Generic, TypeVar
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.context import request_id_of, state_of
+from server.api.generation import ChoiceEvent, GenerationPlan, GenerationRun
+from server.api.preparation import prepare_chat, prepare_completion
+from server.api.request_schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from server.api.response_schemas import ChatCompletionResponse, CompletionResponse, ErrorResponse
+from server.api.responses import (
+    KEEP_ALIVE_SECONDS,
+    EventStreamResponse,
+    ResponseHead,
+    StreamUsage,
+    collected_response,
+)
+from server.api.validation import parse_request, read_json_object
+from server.api.wire_forms import ChatForm, CompletionForm, WireForm
+from server.engine.loaded import LoadedEngine
+from server.errors import ApiError, ClientDisconnectedError
+from server.request_metrics import RequestRecord
+from server.state import ServerState
+
+IGNORED_HEADER = "x-gemserve-ignored-parameters"
+_HEADER_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
+_MAX_HEADER_CHARACTERS = 1000
+
+Body = TypeVar("Body", bound=GenerationRequest)
+Prepare = Callable[[ServerState, LoadedEngine, Body, str], Awaitable[GenerationPlan]]
+MakeForm = Callable[[LoadedEngine, GenerationPlan, Body], WireForm]
+
+_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorResponse} for status in (400, 401, 404, 413, 500, 503)}
+
+
+class _Endpoint(Generic[Body]):
+    """What tells one generation endpoint from the other."""
+
+    def __init__(self, name: str, id_prefix: str, body: type[Body], prepare: Prepare[Body], make_form: MakeForm[Body]) -> None:
+        self._name = name
+        self._id_prefix = id_prefix
+        self._body = body
+        self._prepare = prepare
+        self._make_form = make_form
+
+    async def handle(self, request: Request) -> Response:
+        state = state_of(request)
+        record = RequestRecord(state.metrics, self._name, request_id_of(request))
+        async with _counted(state, self._name, record):
+            loaded = state.require_loaded()
+            parsed = parse_request(self._body, await read_json_object(request), strict_params=state.settings.strict_params)
+            body = parsed.body
+            record.stream = bool(body.stream)
+            response_id = f"{self._id_prefix}-{uuid.uuid4().hex}"
+            plan = await self._prepare(state, loaded, body, response_id)
+            record.observe_plan(
+                sum(len(prompt.token_ids) for prompt in plan.prompts), max(prompt.sampling.max_tokens for prompt in plan.prompts)
+            )
+            head = ResponseHead(response_id, int(time.time()), body.model or loaded.model_names[0], state.system_fingerprint)
+            headers = _ignored_header(parsed.ignored)
+            form = self._make_form(loaded, plan, body)
+            run = GenerationRun(loaded.engine, loaded.tokenizer, plan, record)
+            run.start(request.receive)
+            if body.stream:
+                return await _stream(run, form, head, body, state, headers)
+            try:
+                return await collected_response(run, form, head, headers)
+            finally:
+                await run.close()
+
+
+async def _stream(
+    run: GenerationRun, form: WireForm, head: ResponseHead, body: GenerationRequest, state: ServerState, headers: dict[str, str]
+) -> Response:
+    """Waits for the first token, so that what fails before it is an HTTP error; after a while the stream begins without one."""
+    first: ChoiceEvent | None
+    try:
+        first = await run.next_event(KEEP_ALIVE_SECONDS)
+    except TimeoutError:
+        first = None
+    except BaseException:
+        await run.close()
+        raise
+    options = body.stream_options
+    usage = StreamUsage()
+    if options is not None and options.include_usage:
+        usage = StreamUsage(include=True, continuous=bool(options.continuous_usage_stats))
+    return EventStreamResponse(run, form, head, usage, first, state.metrics, headers)
+
+
+@asynccontextmanager
+async def _counted(state: ServerState, endpoint: str, record: RequestRecord) -> AsyncIterator[None]:
+    """Every request is counted once: by its outcome, or as rejected by its reason."""
+    try:
+        yield
+    except ApiError as error:
+        if not record.is_finished:
+            if error.rejection is None:
+                record.finish("error")
+            else:
+                state.metrics.observe_rejection(endpoint, error.rejection)
+        raise
+    except ClientDisconnectedError:
+        record.finish("client_disconnect")
+        raise
+    except Exception:
+        record.finish("error")
+        raise
+
+
+def _ignored_header(names: tuple[str, ...]) -> dict[str, str]:
+    if not names:
+        return {}
+    safe = (_HEADER_UNSAFE.sub("?", name[:64]) for name in names)
+    return {IGNORED_HEADER: ", ".join(safe)[:_MAX_HEADER_CHARACTERS]}
+
+
+def _completion_form(loaded: LoadedEngine, plan: GenerationPlan, body: CompletionRequest) -> WireForm:
+    prompt = body.prompt
+    is_text = isinstance(prompt, str) or isinstance(prompt[0], str)
+    return CompletionForm(loaded.tokenizer, plan, echo=bool(body.echo), logprobs=body.logprobs, prompts_are_text=is_text)
+
+
+def _chat_form(loaded: LoadedEngine, plan: GenerationPlan, body: ChatCompletionRequest) -> WireForm:
+    return ChatForm(loaded.tokenizer, top_logprobs=plan.prompts[0].sampling.logprobs)
+
+
+def create_router() -> APIRouter:
+    router = APIRouter()
+    completions = _Endpoint("completions", "cmpl", CompletionRequest, prepare_completion, _completion_form)
+    chat = _Endpoint("chat_completions", "chatcmpl", ChatCompletionRequest, prepare_chat, _chat_form)
+
+    @router.post(
+        "/v1/completions",
+        responses={200: {"model": CompletionResponse}, **_ERRORS},
+        openapi_extra=_request_body("CompletionRequest"),
+        summary="Continue a prompt",
+    )
+    async def create_completion(request: Request) -> Response:
+        return await completions.handle(request)
+
+    @router.post(
+        "/v1/chat/completions",
+        responses={200: {"model": ChatCompletionResponse}, **_ERRORS},
+        openapi_extra=_request_body("ChatCompletionRequest"),
+        summary="Answer a chat",
+    )
+    async def create_chat_completion(request: Request) -> Response:
+        return await chat.handle(request)
+
+    return router
+
+
+def _request_body(schema: str) -> dict[str, Any]:
+    """The body is read by hand, so its schema is named by hand; ``openapi`` adds it to the components."""
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
+    return {"requestBody": {"required": True, "content": content}}

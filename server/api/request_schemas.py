@@ -1,0 +1,242 @@
+"""The bodies of the two generation endpoints. Types are strict (true is no integer, "5" and 2.0 are no integers, no NaN), every
+number is bounded, and an explicit null means the default. What a request means is decided in ``preparation``, not here.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+MAX_INT = 2**63 - 1
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 4
+MAX_STOP_CHARACTERS = 1000
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_LOGPROBS = 20
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096
+
+Prompt = str | list[str] | list[int] | list[list[int]]
+
+
+class WireModel(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+
+def _wrong_type(what: str) -> PydanticCustomError:
+    return PydanticCustomError("invalid_type", "{what}", {"what": what})
+
+
+def _check_prompt(value: object) -> object:
+    """Sniffs nothing: the first element decides the form, and every other one must have it. Ids are checked against the
+    vocabulary later. A plain union of lists would take [true, 2.0, "5"] for ids and report every element of a long list."""
+    expected = "expected a string, a list of strings, a list of token ids, or a list of lists of token ids"
+    if isinstance(value, str):
+        return _check_text(value)
+    if not isinstance(value, list):
+        raise _wrong_type(expected)
+    if not value:
+        raise PydanticCustomError("empty_array", "expected at least one prompt, got an empty list")
+    first = value[0]
+    if isinstance(first, str):
+        if not all(isinstance(item, str) for item in value):
+            raise _wrong_type(expected + "; the list mixes them")
+        for item in value:
+            _check_text(item)
+    elif isinstance(first, list):
+        if not all(isinstance(item, list) for item in value):
+            raise _wrong_type(expected + "; the list mixes them")
+        if not all(value):
+            raise PydanticCustomError("empty_array", "expected at least one token id in each prompt, got an empty list")
+        if not all(type(token) is int for item in value for token in item):
+            raise _wrong_type(expected + "; token ids are integers")
+    elif not all(type(token) is int for token in value):
+        raise _wrong_type(expected + "; token ids are integers")
+    num_prompts = 1 if type(first) is int else len(value)
+    if num_prompts > MAX_PROMPTS:
+        raise PydanticCustomError(
+            "array_above_max_length",
+            "expected at most {limit} prompts, got {count}",
+            {"limit": MAX_PROMPTS, "count": num_prompts},
+        )
+    return value
+
+
+def _check_text(value: str) -> str:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise PydanticCustomError("invalid_value", "the text holds a lone surrogate and is not valid Unicode") from None
+    return value
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _check_logit_bias(value: dict[str, float]) -> dict[str, float]:
+    if len(value) > MAX_LOGIT_BIAS_ENTRIES:
+        raise PydanticCustomError(
+            "object_above_max_properties",
+            "expected at most {limit} entries, got {count}",
+            {"limit": MAX_LOGIT_BIAS_ENTRIES, "count": len(value)},
+        )
+    for key in value:
+        if not (key.isascii() and key.isdecimal() and (key == "0" or key[0] != "0") and len(key) <= 9):
+            raise PydanticCustomError("invalid_value", "expected token ids as keys, got {key}", {"key": repr(key[:20])})
+    return value
+
+
+Text = Annotated[str, AfterValidator(_check_text)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+StopList = Annotated[
+    list[StopString],
+    BeforeValidator(_listed),
+    Field(max_length=MAX_STOP_STRINGS, description=f"A string, or up to {MAX_STOP_STRINGS} strings, that end the text."),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOP_STRINGS}]}),
+]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenCount = Annotated[int, Field(ge=0, le=MAX_INT)]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]], AfterValidator(_check_logit_bias)]
+PromptField = Annotated[
+    Any,
+    BeforeValidator(_check_prompt),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1}, "minItems": 1},
+            ]
+        }
+    ),
+]
+
+
+class StreamOptions(WireModel):
+    include_usage: bool | None = Field(None, description="Send one more chunk with the usage of the whole request.")
+    continuous_usage_stats: bool | None = Field(None, description="With include_usage: the usage so far on every chunk.")
+    include_obfuscation: bool | None = Field(None, description="Accepted; nothing is padded.")
+
+
+class GenerationRequest(WireModel):
+    """What both endpoints share. Fields without meaning here are accepted and named in a response header."""
+
+    model: str | None = Field(None, max_length=512, description="A served name; the first one when absent.")
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = Field(None, description="0 or -1: off.")
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    seed: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: TokenCount | None = None
+    min_tokens: TokenCount | None = Field(None, description="End tokens and stop strings wait for this many tokens.")
+    stop: StopList | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: Penalty | None = Field(None, description="On generated tokens.")
+    frequency_penalty: Penalty | None = Field(None, description="On generated tokens.")
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100.0)] | None = Field(
+        None, description="On tokens of the prompt and generated ones; 1: off."
+    )
+    logit_bias: LogitBias | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[Text, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="Cached prefixes are shared between requests of the same salt only."
+    )
+    user: Annotated[str, Field(max_length=512)] | None = None
+    # Known to OpenAI's API and without meaning here.
+    store: bool | None = None
+    metadata: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: PromptField = Field(
+        description="Text gets one beginning-of-sequence token and may hold control tokens; token ids are used as they are."
+    )
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+        None, description="Alternatives beside each token; raw log-probabilities, before temperature, penalties and bias."
+    )
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=0, le=20)] | None = Field(None, description="Only 1 or equal to n.")
+
+
+class TextPart(WireModel):
+    type: Literal["text"]
+    text: Text
+    prompt_cache_breakpoint: None = None
+
+
+def _check_content(value: object) -> object:
+    """Text becomes one part. Names the part that is not text; a model of text takes no other."""
+    if value is None:
+        return value
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        raise _wrong_type("expected a string or a list of content parts")
+    if not value:
+        raise PydanticCustomError("empty_array", "expected at least one content part, got an empty list")
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):
+            raise _wrong_type("expected content parts such as {'type': 'text', 'text': '…'}")
+        if kind != "text":
+            raise PydanticCustomError(
+                "unsupported_value",
+                "content parts of type {kind} are not supported: this server takes text",
+                {"kind": repr(kind[:40])},
+            )
+    return value
+
+
+_TEXT_PART_SCHEMA = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+Content = Annotated[
+    list[TextPart],
+    BeforeValidator(_check_content),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART_SCHEMA, "minItems": 1}]}),
+]
+
+
+class Message(WireModel):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content | None = None
+    name: Annotated[str, Field(max_length=512)] | None = Field(None, description="Accepted; the model has no place for it.")
+    # Present with null in answers that clients send back.
+    refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class ChatCompletionRequest(GenerationRequest):
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: TokenCount | None = Field(None, description="Wins over max_tokens.")
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(None, description="Needs logprobs: true.")
+
+
+# Accepted without effect: the answer names them in the header x-gemserve-ignored-parameters.
+FIELDS_WITHOUT_MEANING = frozenset(
+    {
+        "store",
+        "metadata",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+    }
+)

@@ -1,0 +1,143 @@
+"""Sends what a run yields: collected into one JSON answer, or as server-sent events. Either way the run is closed at the end."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from server.api.generation import ChoiceEvent, GenerationRun
+from server.api.wire_forms import Choice, WireForm
+from server.errors import ApiError, ClientDisconnectedError
+from server.metrics import Metrics
+
+# An idle stream says so, so that no proxy takes it for dead.
+KEEP_ALIVE_SECONDS = 15.0
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+
+def encode_json(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")
+
+
+class JsonResponse(Response):
+    media_type = "application/json"
+
+    def render(self, content: object) -> bytes:
+        return encode_json(content)
+
+
+def error_response(error: ApiError) -> JsonResponse:
+    return JsonResponse(error.body(), error.status, dict(error.headers or {}))
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseHead:
+    """What every chunk of a stream, or the one answer, repeats."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+    def envelope(self, object_name: str, choices: list[Choice]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": object_name,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+            "choices": choices,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class StreamUsage:
+    """``include``: one more chunk with the usage, and null on all others; ``continuous``: the usage so far on every one."""
+
+    include: bool = False
+    continuous: bool = False
+
+
+async def collected_response(run: GenerationRun, form: WireForm, head: ResponseHead, headers: Mapping[str, str]) -> Response:
+    pieces: dict[int, list[Choice]] = {}
+    while (event := await run.next_event()) is not None:
+        pieces.setdefault(event.index, []).extend(form.pieces(event))
+    choices = [form.merged(pieces[index]) for index in sorted(pieces)]
+    body = head.envelope(form.object_name, choices)
+    body["usage"] = run.usage.wire()
+    return JsonResponse(body, headers=dict(headers))
+
+
+class EventStreamResponse(Response):
+    """Sends the events of a run that has begun. ``first`` is its first event, None when there was none yet."""
+
+    def __init__(
+        self,
+        run: GenerationRun,
+        form: WireForm,
+        head: ResponseHead,
+        usage: StreamUsage,
+        first: ChoiceEvent | None,
+        metrics: Metrics,
+        headers: Mapping[str, str],
+    ) -> None:
+        super().__init__(headers={**STREAM_HEADERS, **headers})
+        del self.headers["content-length"]
+        self._run = run
+        self._form = form
+        self._head = head
+        self._usage = usage
+        self._first = first
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._metrics.streams_active.inc()
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._send_events(send)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (ClientDisconnectedError, OSError):
+            return  # nobody reads on
+        finally:
+            self._metrics.streams_active.dec()
+            await self._run.close()
+
+    async def _send_events(self, send: Send) -> None:
+        event = self._first
+        is_idle = event is None
+        try:
+            while event is not None or is_idle:
+                body = KEEP_ALIVE if event is None else self._chunks(event)
+                if body:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                try:
+                    event = await self._run.next_event(KEEP_ALIVE_SECONDS)
+                    is_idle = False
+                except TimeoutError:
+                    event, is_idle = None, True
+            end = self._usage_chunk() if self._usage.include else b""
+        except ApiError as error:
+            end = b"data: " + encode_json(error.body()) + b"\n\n"
+        await send({"type": "http.response.body", "body": end + DONE, "more_body": True})
+
+    def _chunks(self, event: ChoiceEvent) -> bytes:
+        return b"".join(self._chunk([piece]) for piece in self._form.pieces(event))
+
+    def _chunk(self, choices: list[Choice]) -> bytes:
+        chunk = self._head.envelope(self._form.chunk_object_name, choices)
+        if self._usage.include:
+            chunk["usage"] = self._run.usage.wire() if self._usage.continuous or not choices else None
+        return b"data: " + encode_json(chunk) + b"\n\n"
+
+    def _usage_chunk(self) -> bytes:
+        return self._chunk([])

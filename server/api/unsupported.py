@@ -1,0 +1,89 @@
+"""Parameters that OpenAI's API or its common extensions know and this server does not support: refused by name, unless the value
+is the one that means "off". Nothing a client could rely on is ignored."""
+
+import json
+from collections.abc import Container, Mapping
+from typing import Any
+
+from server.errors import unsupported_parameter
+
+_OFF: tuple[Any, ...] = (None, False)
+
+# The parameter, and the values that mean "off". A name that an endpoint has a field for is not looked up for it.
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (None, True),
+    "add_special_tokens": (None, True),
+    "allowed_token_ids": (None,),
+    "audio": (None,),
+    "bad_words": (None, []),
+    "best_of": (None, 1),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "continue_final_message": _OFF,
+    "documents": (None, []),
+    "early_stopping": _OFF,
+    "echo": _OFF,
+    "function_call": (None, "none"),
+    "functions": (None,),
+    "grammar": (None,),
+    "guided_choice": (None,),
+    "guided_decoding_backend": (None,),
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_whitespace_pattern": (None,),
+    "include_reasoning": (None, True, False),
+    "include_stop_str_in_output": _OFF,
+    "kv_transfer_params": (None,),
+    "length_penalty": (None, 1),
+    "logits_processors": (None, []),
+    "logprob_token_ids": (None,),
+    "lora": (None,),
+    "max_completion_tokens": (None,),
+    "messages": (None,),
+    "mm_processor_kwargs": (None, {}),
+    "modalities": (None, ["text"]),
+    "moderation": (None,),
+    "parallel_tool_calls": (None, True),
+    "prediction": (None,),
+    "priority": (None, 0),
+    "prompt": (None,),
+    "prompt_embeds": (None,),
+    "prompt_logprobs": (None,),
+    "reasoning": (None,),
+    "reasoning_effort": (None, "none"),
+    "response_format": (None, {"type": "text"}),
+    "return_token_ids": _OFF,
+    "return_tokens_as_token_ids": _OFF,
+    "skip_special_tokens": (None, True),
+    "spaces_between_special_tokens": (None, True),
+    "structured_outputs": (None,),
+    "suffix": (None, ""),
+    "thinking": (None,),
+    "tool_choice": (None, "none"),
+    "tools": (None,),
+    "top_logprobs": (None,),
+    "truncate_prompt_tokens": (None,),
+    "typical_p": (None, 1),
+    "use_beam_search": _OFF,
+    "verbosity": (None, "medium"),
+    "vllm_xargs": (None, {}),
+    "web_search_options": (None,),
+}
+
+
+def _same(value: object, neutral: object) -> bool:
+    # True == 1 in Python; on the wire they differ.
+    return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
+
+
+def remove_unsupported(body: dict[str, Any], fields: Container[str]) -> dict[str, Any]:
+    """The body without the parameters that are set to "off". Raises ApiError for the first one that is not."""
+    rest = {}
+    for name, value in body.items():
+        if name in fields or name not in UNSUPPORTED:
+            rest[name] = value
+        elif not any(_same(value, neutral) for neutral in UNSUPPORTED[name]):
+            off = [json.dumps(neutral) for neutral in UNSUPPORTED[name] if neutral is not None]
+            raise unsupported_parameter(name, f"Leave it out{f' or set it to {off[0]}' if off else ''}.")
+    return rest

@@ -1,0 +1,157 @@
+"""``create_app``: the only place that wires settings, engine, routes, middleware and metrics together.
+
+The port can be bound before the model is there: the lifespan starts a thread that loads it, and until it is done the readiness
+probe answers 503 with the phase. A failure of the load or of the engine is told to ``app.state.on_engine_death``, which the
+command line sets to end the process.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api import generation_routes, info_routes
+from server.api.request_schemas import ChatCompletionRequest, CompletionRequest
+from server.api.responses import error_response
+from server.engine.loaded import LoadedEngine, load_engine
+from server.engine_metrics import EngineCollector
+from server.errors import ApiError, ClientDisconnectedError, invalid_request, method_not_supported, unknown_url
+from server.metrics import Metrics, package_version
+from server.middleware import CLIENT_CLOSED_REQUEST, ApiKeyMiddleware, RequestContextMiddleware
+from server.settings import Settings
+from server.state import ServerState
+
+logger = logging.getLogger("gemserve.app")
+
+# Loads what the settings name; the second argument is told the name of each phase as it begins.
+EngineFactory = Callable[[Settings, Callable[[str], None]], LoadedEngine]
+OnEngineDeath = Callable[[BaseException], None]
+
+
+def create_app(settings: Settings, *, engine_factory: EngineFactory | None = None) -> FastAPI:
+    """The application. ``app.state.server`` is its ServerState; ``app.state.on_engine_death`` may be set before it starts."""
+    metrics = Metrics()
+    state = ServerState(settings, metrics)
+    metrics.registry.register(EngineCollector(state))
+    factory = load_engine if engine_factory is None else engine_factory
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        _start_loading(app, state, factory)
+        try:
+            yield
+        finally:
+            state.is_draining = True
+            if state.loaded is not None:
+                await state.loaded.engine.drain(0.0)  # the command line has waited for running requests before
+                await state.loaded.engine.stop()
+
+    app = FastAPI(
+        title="gemserve",
+        version=package_version("gemserve"),
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,  # their pages load scripts from elsewhere
+        redoc_url=None,
+    )
+    app.state.server = state
+    app.state.on_engine_death = _log_death
+    app.include_router(generation_routes.create_router())
+    app.include_router(info_routes.create_router())
+    # The last one added is the outermost.
+    app.add_middleware(ApiKeyMiddleware, keys=settings.api_key, metrics=metrics)
+    app.add_middleware(RequestContextMiddleware, metrics=metrics)
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(ClientDisconnectedError, _on_disconnect)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def _log_death(error: BaseException) -> None:
+    logger.critical("the engine is gone: %s", error)
+
+
+def _start_loading(app: FastAPI, state: ServerState, factory: EngineFactory) -> None:
+    """Load in a daemon thread: a process that is told to stop while loading does not wait for it."""
+    loop = asyncio.get_running_loop()
+
+    def in_loop(callback: Callable[..., None], *args: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped in the meantime
+            loop.call_soon_threadsafe(callback, *args)
+
+    def set_phase(phase: str) -> None:
+        state.phase = phase
+
+    def loaded(engine: LoadedEngine) -> None:
+        if state.is_draining:
+            return
+        engine.engine.on_step = state.metrics.observe_step
+        engine.engine.on_death = app.state.on_engine_death
+        engine.engine.start()
+        state.loaded = engine
+        state.phase = "ready"
+        logger.info("ready: serving %s", ", ".join(engine.model_names))
+
+    def failed(error: BaseException) -> None:
+        state.load_error = error
+        state.phase = "failed"
+        app.state.on_engine_death(error)
+
+    def load() -> None:
+        try:
+            engine = factory(state.settings, lambda phase: in_loop(set_phase, phase))
+        except BaseException as error:  # whatever ends the load is told to the command line
+            in_loop(failed, error)
+        else:
+            in_loop(loaded, engine)
+
+    threading.Thread(target=load, name="gemserve-load", daemon=True).start()
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """Raised by the router alone: no such path, or not this method."""
+    assert isinstance(error, HTTPException)
+    path = request.scope["path"]
+    if error.status_code == 404:
+        return error_response(unknown_url(request.method, path))
+    if error.status_code == 405:
+        return error_response(method_not_supported(request.method, path, error.headers))
+    return error_response(ApiError(error.status_code, str(error.detail), headers=error.headers))
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    """Bodies are checked by ``api.validation``; what is left to the framework are path parameters."""
+    return error_response(invalid_request("The request is not valid.", code="invalid_value"))
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        models = models_json_schema(
+            [(CompletionRequest, "validation"), (ChatCompletionRequest, "validation")],
+            ref_template="#/components/schemas/{model}",
+        )
+        schema.setdefault("components", {}).setdefault("schemas", {}).update(models[1]["$defs"])
+        app.openapi_schema = schema
+    return app.openapi_schema

@@ -1,0 +1,110 @@
+"""The record of one generation request: when things happened and how it ended, written to the metrics and to one log line.
+
+Counted here, so that every number a client sees in ``usage`` is the number in the metrics.
+"""
+
+import logging
+import time
+
+from server.engine.request import RequestTimings, TokenOutput
+from server.metrics import Metrics
+
+logger = logging.getLogger("gemserve.request")
+
+
+class ChoiceRecord:
+    """One sequence in the engine."""
+
+    def __init__(self, request: "RequestRecord") -> None:
+        self._request = request
+        self._metrics = request.metrics
+        self._first: float | None = None
+        self._last = 0.0
+        self._num_tokens = 0
+
+    def observe(self, output: TokenOutput, num_prompt_tokens: int, is_first: bool) -> None:
+        """Count one output of the engine as it arrives."""
+        now = time.monotonic()
+        if is_first:
+            self._metrics.prompt_tokens.inc(num_prompt_tokens)
+            self._metrics.prompt_tokens_cached.inc(output.num_cached_tokens)
+        if output.token_ids:
+            if self._first is None:
+                self._first = now
+                self._request.observe_first_token(now)
+            else:
+                self._metrics.inter_token_latency.observe(now - self._last)
+            self._last = now
+            self._num_tokens += len(output.token_ids)
+        if output.timings is not None:
+            self._observe_timings(output.timings)
+
+    def _observe_timings(self, timings: RequestTimings) -> None:
+        metrics = self._metrics
+        if timings.first_scheduled is not None:
+            metrics.queue_seconds.observe(timings.first_scheduled - timings.arrival)
+            if timings.first_token is not None:
+                metrics.prefill_seconds.observe(timings.first_token - timings.first_scheduled)
+        if timings.first_token is not None and timings.finished is not None:
+            metrics.decode_seconds.observe(timings.finished - timings.first_token)
+
+    def finished(self, finish_reason: str, num_choices: int) -> None:
+        self._metrics.choices.labels(finish_reason).inc(num_choices)
+        if self._first is not None and self._num_tokens > 1:
+            self._metrics.time_per_output_token.observe((self._last - self._first) / (self._num_tokens - 1))
+
+
+class RequestRecord:
+    def __init__(self, metrics: Metrics, endpoint: str, request_id: str) -> None:
+        self.metrics = metrics
+        self.stream = False
+        self._endpoint = endpoint
+        self._request_id = request_id
+        self._arrival = time.monotonic()
+        self._first_token: float | None = None
+        self._outcome: str | None = None
+        self.num_prompt_tokens = 0
+        self.num_generated_tokens = 0
+
+    @property
+    def _stream_label(self) -> str:
+        return "true" if self.stream else "false"
+
+    @property
+    def is_finished(self) -> bool:
+        return self._outcome is not None
+
+    def observe_plan(self, num_prompt_tokens: int, max_tokens: int) -> None:
+        self.num_prompt_tokens = num_prompt_tokens
+        self.metrics.request_prompt_tokens.observe(num_prompt_tokens)
+        self.metrics.request_max_tokens.observe(max_tokens)
+
+    def observe_first_token(self, now: float) -> None:
+        if self._first_token is None:
+            self._first_token = now
+            self.metrics.time_to_first_token.labels(self._stream_label).observe(now - self._arrival)
+
+    def count_generated(self, num_tokens: int) -> None:
+        self.num_generated_tokens += num_tokens
+        self.metrics.generation_tokens.inc(num_tokens)
+
+    def finish(self, outcome: str) -> None:
+        """Note how the request ended; only the first call counts."""
+        if self._outcome is not None:
+            return
+        self._outcome = outcome
+        seconds = time.monotonic() - self._arrival
+        self.metrics.requests.labels(self._endpoint, self._stream_label, outcome).inc()
+        self.metrics.request_duration.labels(self._endpoint, self._stream_label).observe(seconds)
+        if self._first_token is not None:
+            self.metrics.request_generation_tokens.observe(self.num_generated_tokens)
+        logger.info(
+            "%s %s %s prompt_tokens=%d generated_tokens=%d ttft=%s seconds=%.3f",
+            self._request_id,
+            self._endpoint,
+            outcome,
+            self.num_prompt_tokens,
+            self.num_generated_tokens,
+            "-" if self._first_token is None else f"{self._first_token - self._arrival:.3f}",
+            seconds,
+        )

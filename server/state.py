@@ -1,0 +1,95 @@
+"""What the HTTP layer knows about the server's life: loading, ready, draining, dead. One object per application, changed in the
+event loop only."""
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+
+from server.engine.async_engine import AsyncEngine
+from server.engine.loaded import LoadedEngine
+from server.errors import ApiError, model_not_ready, shutting_down
+from server.metrics import Metrics, package_version
+from server.settings import Settings
+
+# Two prompts at a time are encoded outside the event loop; more threads would only take cores from the model.
+ENCODING_THREADS = 2
+
+
+@dataclass(eq=False)
+class ServerState:
+    settings: Settings
+    metrics: Metrics
+    created: int = field(default_factory=lambda: int(time.time()))
+    phase: str = "starting"
+    loaded: LoadedEngine | None = None
+    load_error: BaseException | None = None
+    is_draining: bool = False
+    encoding_limiter: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(ENCODING_THREADS))
+
+    @property
+    def engine(self) -> AsyncEngine | None:
+        return None if self.loaded is None else self.loaded.engine
+
+    @property
+    def is_dead(self) -> bool:
+        return self.load_error is not None or (self.loaded is not None and self.loaded.engine.is_dead)
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.is_draining and self.loaded is not None and self.loaded.engine.is_ready
+
+    @property
+    def status(self) -> str:
+        """ok, loading, draining or dead."""
+        if self.is_dead:
+            return "dead"
+        if self.is_draining:
+            return "draining"
+        return "ok" if self.is_ready else "loading"
+
+    def refusal(self) -> ApiError | None:
+        """Why no request can be taken now."""
+        match self.status:
+            case "ok":
+                return None
+            case "draining":
+                return shutting_down()
+            case "dead":
+                return model_not_ready("The engine has stopped after an error; the server must be restarted.")
+            case _:
+                return model_not_ready(f"The model is still loading (phase: {self.phase}). Try again in a few seconds.")
+
+    def require_loaded(self) -> LoadedEngine:
+        """The engine, ready to take a request. Raises ApiError (503) otherwise."""
+        refusal = self.refusal()
+        if refusal is not None:
+            raise refusal
+        assert self.loaded is not None
+        return self.loaded
+
+    @property
+    def system_fingerprint(self) -> str:
+        """Changes whenever the same seed may give another text: other weights, another dtype, another version."""
+        assert self.loaded is not None
+        identity = f"{self.loaded.fingerprint}|{self.loaded.model_info.get('dtype')}|{package_version('gemserve')}"
+        return "fp_" + hashlib.sha256(identity.encode()).hexdigest()[:10]
+
+    def effective_default(self, name: str, fallback: Any) -> Any:
+        """The default of a sampling parameter: the model's own, else the given one."""
+        value = None if self.loaded is None else self.loaded.default_sampling.get(name)
+        return fallback if value is None else value
+
+    # What a scrape reads, see engine_metrics.EngineView.
+    @property
+    def info(self) -> Mapping[str, Mapping[str, str]]:
+        if self.loaded is None:
+            return {}
+        return {"model_info": self.loaded.model_info, "cache_config_info": self.loaded.cache_info}
+
+    @property
+    def startup_seconds(self) -> Mapping[str, float]:
+        return {} if self.loaded is None else self.loaded.startup_seconds
