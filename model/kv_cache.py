@@ -1,7 +1,7 @@
 """The tensors of the paged KV cache: a key and a value tensor per layer, sized by its group's pool in a KVCachePlan.
 
-Memory is zero-filled lazily by the operating system, so unused blocks cost address space only. Which blocks belong to whom is
-decided elsewhere; block 0 of each pool is the null block and is never written by a sequence or read.
+Memory is not initialised: attention never reads a slot that was not written, and on a host unused blocks then cost address space
+only. Which blocks belong to whom is decided elsewhere; block 0 of each pool is the null block, never written or read.
 """
 
 from dataclasses import dataclass
@@ -26,10 +26,10 @@ class KVCache:
     def __init__(
         self, config: Gemma3Config, plan: KVCachePlan, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        def zeros(num_blocks: int) -> torch.Tensor:
+        def unwritten(num_blocks: int) -> torch.Tensor:
             shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-            return torch.zeros(shape, dtype=dtype, device=device)
+            return torch.empty(shape, dtype=dtype, device=device)
 
         pool_blocks = {True: plan.num_global_blocks, False: plan.num_local_blocks}
         self.block_size = block_size
-        self.layers = [LayerCache(zeros(pool_blocks[kind]), zeros(pool_blocks[kind])) for kind in config.global_layers]
+        self.layers = [LayerCache(unwritten(pool_blocks[kind]), unwritten(pool_blocks[kind])) for kind in config.global_layers]
