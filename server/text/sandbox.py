@@ -16,7 +16,7 @@ from jinja2 import nodes
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_STEPS = 300_000
+MAX_STEPS = 100_000
 MAX_SECONDS = 10.0
 MAX_VALUE_LENGTH = 4_000_000  # characters of a string, items of a list; also of the output
 MAX_INTEGER_BITS = 1024
