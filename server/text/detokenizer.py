@@ -87,7 +87,7 @@ class Detokenizer:
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._stop_token_number = 0
-        self._pending = ""  # decoded, not returned yet
+        self._pending: list[str] = []  # decoded, not returned yet; a list, so that a long push stays linear
         self._run = bytearray()  # the open run of byte tokens
         self._run_token_numbers: list[int] = []
 
@@ -127,9 +127,10 @@ class Detokenizer:
         return max(matcher.matched for matcher in self._matchers)
 
     def _take(self, num_held: int) -> str:
-        end = len(self._pending) - num_held
-        text, self._pending = self._pending[:end], self._pending[end:]
-        return text
+        text = "".join(self._pending)
+        end = len(text) - num_held
+        self._pending = [text[end:]] if num_held else []
+        return text[:end]
 
     def _end_run(self) -> None:
         run, token_numbers = bytes(self._run), self._run_token_numbers
@@ -142,7 +143,7 @@ class Detokenizer:
                 self._append(_REPLACEMENT_CHARACTER, token_number)
             return
         if not self._matchers:
-            self._pending += text
+            self._pending.append(text)
             return
         end = 0
         for character in text:
@@ -155,10 +156,10 @@ class Detokenizer:
             return
         matchers = self._matchers
         if not matchers:
-            self._pending += text
+            self._pending.append(text)
             return
         if self._first_characters.isdisjoint(text) and not self._num_held():
-            self._pending += text
+            self._pending.append(text)
             return
         counts = token_number > self._min_tokens
         for index, character in enumerate(text):
@@ -167,9 +168,9 @@ class Detokenizer:
                 if matcher.advance(character) and found is None:
                     found = matcher
             if found is not None and counts:
-                end = len(self._pending) + index + 1
-                self._pending = (self._pending + text)[: end if self._include_stop else end - found.length]
+                decoded = "".join(self._pending) + text[: index + 1]
+                self._pending = [decoded if self._include_stop else decoded[: -found.length]]
                 self.stopped = found.text
                 self._stop_token_number = token_number
                 return
-        self._pending += text
+        self._pending.append(text)

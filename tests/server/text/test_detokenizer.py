@@ -103,3 +103,8 @@ def test_a_rare_character_repeated_streams_without_replacement_characters(gemma:
     chunks = [detokenizer.push([token_id]) for token_id in ids]
     assert "".join(chunks) + detokenizer.flush() == text
     assert not any("\ufffd" in chunk for chunk in chunks)
+
+
+def test_a_long_sequence_decodes_in_linear_time() -> None:
+    # A text that is copied for every token would take minutes at this length.
+    assert len(TOKENIZER.decode([LETTER] * 1_000_000)) == 1_000_000
