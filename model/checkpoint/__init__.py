@@ -34,7 +34,7 @@ def open_checkpoint(model: str | None, *, cache_dir: Path | None = None, progres
         raise CheckpointError(f"{model}: there is no such file or folder, and it is not a hub id of the form owner/name.")
     from model.checkpoint.hub import download
 
-    return _open_folder(download(model, progress=progress), model, cache, progress)
+    return _open_folder(download(model), model, cache, progress)
 
 
 def _open_folder(folder: Path, name: str, cache_dir: Path, progress: bool) -> Checkpoint:
