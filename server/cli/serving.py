@@ -5,21 +5,17 @@ load and a dead engine end the process with exit code 1; SIGTERM lets running re
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import uvicorn
 
 from model.errors import ConfigError, ModelError
 from server.engine.loaded import LoadedEngine, load_engine
 from server.settings import Settings
-
-if TYPE_CHECKING:
-    from model.checkpoint import Checkpoint
+from server.state import ServerState
 
 logger = logging.getLogger("gemserve")
 
@@ -28,100 +24,88 @@ TERMS = "Gemma is provided under and subject to the Gemma Terms of Use found at 
 LAST_EVENTS_SECONDS = 5
 
 
-class LoadAndWatch:
-    """Loads the engine for the app, and knows afterwards why the process has to end."""
-
-    def __init__(self, checkpoint: "Checkpoint", address: str) -> None:
-        self.loading = False
-        self.loaded: LoadedEngine | None = None
-        self._checkpoint = checkpoint
-        self._address = address
-        self._load_error: BaseException | None = None
-
-    def __call__(self, settings: Settings, report_phase: Callable[[str], None] = lambda phase: None) -> LoadedEngine:
-        self.loading = True
-        try:
-            self.loaded = load_engine(settings, report_phase, self._checkpoint)
-        except BaseException as error:
-            self._load_error = error
-            raise
-        finally:
-            self.loading = False
-        logger.info("ready: %s on %s", ", ".join(self.loaded.model_names), self._address)
-        return self.loaded
-
-    @property
-    def fault(self) -> str | None:
-        """One line about what ended the load or the engine."""
-        if self._load_error is not None:
-            prefix = "" if isinstance(self._load_error, ModelError) else f"loading failed: {type(self._load_error).__name__}: "
-            return f"{prefix}{self._load_error}"
-        if self.loaded is not None and self.loaded.engine.error is not None:
-            error = self.loaded.engine.error
-            return f"the engine stopped: {type(error).__name__}: {error}"
-        return None
-
-
 class Server(uvicorn.Server):
-    """uvicorn that ends on a fault, and lets the engine drain before connections are closed."""
+    """uvicorn that ends on a fault of the engine, and lets running requests finish before it closes their connections."""
 
-    def __init__(self, config: uvicorn.Config, engine: LoadAndWatch, shutdown_timeout: float) -> None:
+    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
         super().__init__(config)
-        self._engine = engine
-        self._shutdown_timeout = shutdown_timeout
+        self.fault: BaseException | None = None
+        self._state = state
 
-    async def on_tick(self, counter: int) -> bool:
-        return await super().on_tick(counter) or self._engine.fault is not None
+    def end_with(self, fault: BaseException) -> None:
+        self.fault = fault
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            host, port = listener.getsockname()[:2]
+            logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._engine.loaded is None:
+        engine = self._state.engine
+        if engine is None:
             await super().shutdown(sockets)
             return
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._engine.loaded.engine.drain(self._shutdown_timeout))
-            await super().shutdown(sockets)
+        drain = asyncio.create_task(engine.drain(self._state.settings.shutdown_timeout))
+        await super().shutdown(sockets)
+        drain.cancel()  # still waiting only when a second signal cut the shutdown short
+        with contextlib.suppress(asyncio.CancelledError):
+            await drain
 
 
 def serve(settings: Settings) -> int:
+    """Serve until a signal or a fault. Raises ModelError for what is wrong before the port answers."""
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
     )
-    for name in ("httpx", "httpcore"):
-        logging.getLogger(name).setLevel(logging.WARNING)
     print(TERMS, file=sys.stderr, flush=True)
     with contextlib.closing(bind(settings.host, settings.port)) as listener:
-        from model.checkpoint import open_checkpoint
-
-        checkpoint = open_checkpoint(settings.model, cache_dir=settings.cache_dir)
-        from server.app import create_app
-
-        host, port = listener.getsockname()[:2]
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        engine = LoadAndWatch(checkpoint, address)
-        config = uvicorn.Config(
-            create_app(settings, engine_factory=engine),
-            log_config=None,
-            access_log=settings.log_level == "debug",
-            timeout_keep_alive=settings.keep_alive_timeout,
-            timeout_graceful_shutdown=int(settings.shutdown_timeout) + LAST_EVENTS_SECONDS,
-            ws="none",
-            server_header=False,
-        )
-        # uvicorn sends itself the signal again once it has shut down; a graceful end by SIGTERM is a success.
+        server = prepare(settings)
+        # uvicorn raises the signal again once it has shut down; a graceful end by SIGTERM is a success.
         signal.signal(signal.SIGTERM, lambda signum, frame: None)
-        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-            runner.run(_serve(Server(config, engine, settings.shutdown_timeout), listener, engine))
-    if engine.fault is not None:
-        print(f"gemserve: error: {engine.fault}", file=sys.stderr)
+        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+            runner.run(server.serve(sockets=[listener]))
+    if server.fault is not None:
+        print(f"gemserve: error: {_one_line(server.fault)}", file=sys.stderr)
         return 1
     return 0
 
 
-async def _serve(server: Server, listener: socket.socket, engine: LoadAndWatch) -> None:
-    await server.serve(sockets=[listener])
-    if engine.loading:  # the loading thread cannot be interrupted, and nothing waits for its model any more
-        sys.stderr.flush()
-        os._exit(0)
+def prepare(settings: Settings) -> Server:
+    """Check the checkpoint's headers and wire the application; loads no weights."""
+    from model.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(settings.model, cache_dir=settings.cache_dir)
+    from server.app import create_app
+
+    def load(settings: Settings, report_phase: Callable[[str], None]) -> LoadedEngine:
+        try:
+            return load_engine(settings, report_phase, checkpoint)
+        except ModelError:
+            raise  # its text says everything
+        except Exception:
+            logger.exception("loading failed")
+            raise
+
+    app = create_app(settings, engine_factory=load)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=settings.log_level == "debug",
+        timeout_keep_alive=settings.keep_alive_timeout,
+        timeout_graceful_shutdown=int(settings.shutdown_timeout) + LAST_EVENTS_SECONDS,
+        ws="none",
+        server_header=False,
+    )
+    server = Server(config, app.state.server)
+    app.state.on_engine_death = server.end_with
+    return server
+
+
+def _one_line(fault: BaseException) -> str:
+    text = " ".join(str(fault).split())
+    return text if isinstance(fault, ModelError) else f"{type(fault).__name__}: {text}"
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -65,4 +65,4 @@ def test_a_bad_checkpoint_ends_the_start_before_the_port_answers(tmp_path: Path,
         file.write_bytes(content)
     done = gemserve("serve", str(file), "--port", "0", "--cache-dir", str(tmp_path / "cache"))
     assert_fails(done, name)
-    assert "Uvicorn running" not in done.stderr
+    assert "listening on" not in done.stderr
