@@ -1,0 +1,114 @@
+"""The real server on a free port, in a thread, with a fake model: what tests talk to over real sockets."""
+
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+
+from server.app import create_app
+from server.engine.loaded import LoadedEngine
+from server.settings import Settings
+from tests.fakes import fake_engine_factory
+
+LIVE_BODY = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+
+
+class LiveServer:
+    def __init__(self, app: FastAPI, port: int) -> None:
+        self.app = app
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = httpx.Client(base_url=self.url, timeout=20)
+        self._live_text: str | None = None
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return self.client.post(path, json=body, **options)
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        """An unstreamed completion that must succeed."""
+        response = self.post("/v1/completions", body)
+        assert response.status_code == 200, response.text
+        result: dict[str, Any] = response.json()
+        return result
+
+    def chat(self, **body: Any) -> dict[str, Any]:
+        response = self.post("/v1/chat/completions", body)
+        assert response.status_code == 200, response.text
+        result: dict[str, Any] = response.json()
+        return result
+
+    def refused(self, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+        """The error of a request that must be refused, in OpenAI's shape; the server is unharmed afterwards."""
+        response = self.post(path, body)
+        assert response.status_code == status, response.text
+        error = error_of(response)
+        self.check_alive()
+        return error
+
+    def check_alive(self) -> None:
+        text = self.complete(**LIVE_BODY)["choices"][0]["text"]
+        self._live_text = self._live_text or text
+        assert text == self._live_text
+        assert self.client.get("/health").status_code == 200
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of one sample, 0 if there is none."""
+        for line in self.client.get("/metrics").text.splitlines():
+            match = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line)
+            if match and match[1] == f"gemserve_{name}":
+                found = dict(re.findall(r'(\w+)="([^"]*)"', match[2] or ""))
+                if labels.items() <= found.items():
+                    return float(match[3])
+        return 0.0
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 5.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "condition not met in time"
+            time.sleep(0.02)
+
+    def is_idle(self) -> bool:
+        return self.metric("requests_running") == 0 and self.metric("requests_waiting") == 0
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    body = response.json()
+    assert set(body) == {"error"}, body
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    assert error["code"] is None or isinstance(error["code"], str)
+    assert len(response.content) < 4000
+    return error
+
+
+@contextlib.contextmanager
+def live_server(
+    factory: Callable[[Settings, Callable[[str], None]], LoadedEngine] | None = None, *, wait: bool = True, **settings: Any
+) -> Iterator[LiveServer]:
+    app = create_app(Settings(**settings), engine_factory=factory or fake_engine_factory())
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", ws="none", timeout_graceful_shutdown=5)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    live = LiveServer(app, server.servers[0].sockets[0].getsockname()[1])
+    try:
+        if wait:
+            live.wait_for(lambda: live.client.get("/health/ready").status_code == 200)
+        yield live
+    finally:
+        live.client.close()
+        server.should_exit = True
+        thread.join(timeout=15)
+        assert not thread.is_alive()
+
+
