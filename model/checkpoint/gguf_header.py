@@ -26,7 +26,7 @@ MAX_DIMENSION = 1 << 40
 MAX_NAME_BYTES = 1 << 16
 MAX_STRING_BYTES = 1 << 24
 MAX_NUMERIC_ARRAY = 1 << 24  # elements of one array
-MAX_ARRAY_STRINGS = 1 << 21  # strings of all arrays of the file together: they are what costs time in Python
+MAX_ARRAY_STRINGS = 1 << 20  # strings of all arrays of the file together: they are what costs time in Python
 
 _SCALARS: dict[GGUFValueType, str] = {
     GGUFValueType.UINT8: "<u1",

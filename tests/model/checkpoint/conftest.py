@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from model.checkpoint import Checkpoint, open_checkpoint
 from model.checkpoint.base import expected_shapes
+from model.checkpoint.gguf_checkpoint import _LAYER as GGUF_LAYER_PARTS
 from model.checkpoint.gguf_checkpoint import canonical_name as gguf_canonical_name
 from model.config import Gemma3Config
 
@@ -76,14 +77,7 @@ def random_weights(config: Gemma3Config = CONFIG, seed: int = 0) -> dict[str, to
 
 def gguf_name(canonical: str) -> str:
     names = ["token_embd.weight", "output_norm.weight", "output.weight"]
-    names += [
-        f"blk.{layer}.{part}.weight"
-        for layer in range(8)
-        for part in (
-            "attn_norm attn_q attn_k attn_v attn_output attn_q_norm attn_k_norm post_attention_norm "
-            "ffn_norm ffn_gate ffn_up ffn_down post_ffw_norm"
-        ).split()
-    ]
+    names += [f"blk.{layer}.{part}.weight" for layer in range(8) for part in GGUF_LAYER_PARTS]
     return {gguf_canonical_name(name): name for name in names}[canonical]
 
 

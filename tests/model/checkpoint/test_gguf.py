@@ -1,4 +1,4 @@
-"""A GGUF file gives the same configuration and weights as the Hugging Face folder of the same model, and broken ones are refused."""
+"""A GGUF file gives the configuration and weights of the Hugging Face folder of the same model; broken ones are refused."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -137,8 +137,8 @@ def test_an_interrupted_write_leaves_no_entry(tmp_path: Path, monkeypatch: pytes
     def interrupted(source: object, target: object) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("os.replace", interrupted)
+    monkeypatch.setattr("os.replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         cached_tokenizer("key", Builder(), tmp_path)
     assert list((tmp_path / "tokenizers").iterdir()) == []
 
