@@ -63,9 +63,12 @@ def serve(settings: Settings) -> int:
     with contextlib.closing(bind(settings.host, settings.port)) as listener:
         server = prepare(settings)
         # uvicorn raises the signal again once it has shut down; a graceful end by SIGTERM is a success.
-        signal.signal(signal.SIGTERM, lambda signum, frame: None)
-        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-            runner.run(server.serve(sockets=[listener]))
+        previous = signal.signal(signal.SIGTERM, lambda signum, frame: None)
+        try:
+            with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+                runner.run(server.serve(sockets=[listener]))
+        finally:
+            signal.signal(signal.SIGTERM, previous)
     if server.fault is not None:
         print(f"gemserve: error: {_one_line(server.fault)}", file=sys.stderr)
         return 1
