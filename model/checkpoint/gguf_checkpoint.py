@@ -96,6 +96,8 @@ class GGUFCheckpoint:
 
     def _checked_config(self) -> Gemma3Config:
         metadata = self._header.metadata
+        if metadata.get("split.count", 1) != 1:
+            raise CheckpointError(f"{self._file}: is one piece of a split model; join the pieces with llama-gguf-split --merge.")
         try:
             config = Gemma3Config.from_gguf(metadata)
         except ConfigError as error:

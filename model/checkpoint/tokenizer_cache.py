@@ -3,9 +3,11 @@ content: it is written under another name and moved into place, so it is whole o
 cache that cannot be written costs a warning, never the start. Imports no torch.
 """
 
+import atexit
 import hashlib
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +42,9 @@ def cached_tokenizer(key: str, build: Callable[[], str], cache_dir: Path) -> Pat
 
 def _write_temporary(key: str, content: bytes) -> Path:
     try:
-        return _write(Path(tempfile.mkdtemp(prefix="gemserve-")), key, content)
+        folder = Path(tempfile.mkdtemp(prefix="gemserve-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return _write(folder, key, content)
     except OSError as error:
         raise CheckpointError(
             f"The converted tokenizer ({len(content) >> 20} MiB) can be written neither to the cache "
@@ -56,6 +60,7 @@ def _write(folder: Path, key: str, content: bytes) -> Path:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
+        os.chmod(name, 0o644)  # mkstemp makes it private; a cache filled by an image or another user must be readable
         os.replace(name, target)
     except BaseException:
         Path(name).unlink(missing_ok=True)

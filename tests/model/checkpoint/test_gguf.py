@@ -124,6 +124,7 @@ def test_a_token_list_of_another_length_than_the_embedding_is_refused(tmp_path: 
         ({"tokenizer.ggml.token_type": [1] * 10}, r"tokenizer\.ggml\.token_type"),
         ({"tokenizer.ggml.model": "gpt2"}, r"tokenizer\.ggml\.model"),
         ({"tokenizer.ggml.add_space_prefix": True}, "add_space_prefix"),
+        ({"split.count": 2}, "split"),
         ({"general.alignment": 0}, r"general\.alignment"),
     ],
 )

@@ -119,6 +119,7 @@ def test_a_tokenizer_is_converted_once_and_the_entry_verifies_itself(tmp_path: P
     assert cached_tokenizer("key", build, tmp_path) == first
     assert build.calls == 1
     assert hashlib.sha256(first.read_bytes()).hexdigest() in first.name
+    assert first.stat().st_mode & 0o777 == 0o644
     assert list(first.parent.iterdir()) == [first]  # no temporary file is left
 
 
