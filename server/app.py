@@ -26,10 +26,11 @@ from server.api.responses import error_response
 from server.engine.loaded import LoadedEngine, load_engine
 from server.engine_metrics import EngineCollector
 from server.errors import ApiError, ClientDisconnectedError, invalid_request, method_not_supported, unknown_url
-from server.metrics import Metrics, package_version
+from server.metrics import Metrics
 from server.middleware import CLIENT_CLOSED_REQUEST, ApiKeyMiddleware, RequestContextMiddleware
 from server.settings import Settings
 from server.state import ServerState
+from server.version import __version__
 
 logger = logging.getLogger("gemserve.app")
 
@@ -39,7 +40,7 @@ OnEngineDeath = Callable[[BaseException], None]
 
 
 def create_app(settings: Settings, *, engine_factory: EngineFactory | None = None) -> FastAPI:
-    """The application. ``app.state.server`` is its ServerState; ``app.state.on_engine_death`` may be set before it starts."""
+    """The application. ``app.state.server`` is its ServerState; ``app.state.on_engine_death`` may be set at any time."""
     metrics = Metrics()
     state = ServerState(settings, metrics)
     metrics.registry.register(EngineCollector(state))
@@ -51,14 +52,14 @@ def create_app(settings: Settings, *, engine_factory: EngineFactory | None = Non
         try:
             yield
         finally:
-            state.is_draining = True
+            state.is_stopping = True
             if state.loaded is not None:
                 await state.loaded.engine.drain(0.0)  # the command line has waited for running requests before
                 await state.loaded.engine.stop()
 
     app = FastAPI(
         title="gemserve",
-        version=package_version("gemserve"),
+        version=__version__,
         lifespan=lifespan,
         redirect_slashes=False,
         docs_url=None,  # their pages load scripts from elsewhere
@@ -94,11 +95,14 @@ def _start_loading(app: FastAPI, state: ServerState, factory: EngineFactory) -> 
     def set_phase(phase: str) -> None:
         state.phase = phase
 
+    def died(error: BaseException) -> None:
+        app.state.on_engine_death(error)
+
     def loaded(engine: LoadedEngine) -> None:
-        if state.is_draining:
+        if state.is_stopping:
             return
         engine.engine.on_step = state.metrics.observe_step
-        engine.engine.on_death = app.state.on_engine_death
+        engine.engine.on_death = died
         engine.engine.start()
         state.loaded = engine
         state.phase = "ready"
@@ -107,7 +111,7 @@ def _start_loading(app: FastAPI, state: ServerState, factory: EngineFactory) -> 
     def failed(error: BaseException) -> None:
         state.load_error = error
         state.phase = "failed"
-        app.state.on_engine_death(error)
+        died(error)
 
     def load() -> None:
         try:
@@ -152,6 +156,13 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             [(CompletionRequest, "validation"), (ChatCompletionRequest, "validation")],
             ref_template="#/components/schemas/{model}",
         )
-        schema.setdefault("components", {}).setdefault("schemas", {}).update(models[1]["$defs"])
+        schemas = schema["components"]["schemas"]
+        schemas.update(models[1]["$defs"])
+        # The framework describes an answer of its own to wrong parameters; this server never gives it.
+        for operations in schema["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
         app.openapi_schema = schema
     return app.openapi_schema

@@ -21,6 +21,7 @@ from prometheus_client import (
 
 from server.engine.stats import StepStats
 from server.errors import REJECTIONS, Rejection
+from server.version import __version__
 
 # generate_latest writes this format; the library's own default content type announces one that mangles names with a colon.
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -120,7 +121,7 @@ class Metrics:
         self.step_sequences = histogram("engine_step_sequences", "Sequences in a step.", _POWERS_OF_TWO)
 
         build = gauge("build_info", "Always 1.", "version", "python", "torch")
-        build.labels(package_version("gemserve"), platform.python_version(), package_version("torch")).set(1)
+        build.labels(__version__, platform.python_version(), package_version("torch")).set(1)
         self._create_series()
 
     def _create_series(self) -> None:

@@ -12,8 +12,9 @@ import anyio
 from server.engine.async_engine import AsyncEngine
 from server.engine.loaded import LoadedEngine
 from server.errors import ApiError, model_not_ready, shutting_down
-from server.metrics import Metrics, package_version
+from server.metrics import Metrics
 from server.settings import Settings
+from server.version import __version__
 
 # Two prompts at a time are encoded outside the event loop; more threads would only take cores from the model.
 ENCODING_THREADS = 2
@@ -27,7 +28,7 @@ class ServerState:
     phase: str = "starting"
     loaded: LoadedEngine | None = None
     load_error: BaseException | None = None
-    is_draining: bool = False
+    is_stopping: bool = False
     encoding_limiter: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(ENCODING_THREADS))
 
     @property
@@ -39,17 +40,23 @@ class ServerState:
         return self.load_error is not None or (self.loaded is not None and self.loaded.engine.is_dead)
 
     @property
+    def is_draining(self) -> bool:
+        return self.status == "draining"
+
+    @property
     def is_ready(self) -> bool:
-        return not self.is_draining and self.loaded is not None and self.loaded.engine.is_ready
+        return self.status == "ok"
 
     @property
     def status(self) -> str:
         """ok, loading, draining or dead."""
         if self.is_dead:
             return "dead"
-        if self.is_draining:
+        if self.is_stopping:
             return "draining"
-        return "ok" if self.is_ready else "loading"
+        if self.loaded is None:
+            return "loading"
+        return "ok" if self.loaded.engine.is_ready else "draining"
 
     def refusal(self) -> ApiError | None:
         """Why no request can be taken now."""
@@ -75,7 +82,7 @@ class ServerState:
     def system_fingerprint(self) -> str:
         """Changes whenever the same seed may give another text: other weights, another dtype, another version."""
         assert self.loaded is not None
-        identity = f"{self.loaded.fingerprint}|{self.loaded.model_info.get('dtype')}|{package_version('gemserve')}"
+        identity = f"{self.loaded.fingerprint}|{self.loaded.model_info.get('dtype')}|{__version__}"
         return "fp_" + hashlib.sha256(identity.encode()).hexdigest()[:10]
 
     def effective_default(self, name: str, fallback: Any) -> Any:

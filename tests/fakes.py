@@ -1,5 +1,5 @@
-"""A model without weights for tests above it: a deterministic runner and a tokenizer of 512 tokens with Gemma's control tokens and
-byte fallback, put together as the engine the server would load."""
+"""A model without weights for tests above it: a deterministic runner and a tokenizer of 512 tokens with Gemma's control tokens
+and byte fallback, put together as the engine the server would load."""
 
 import hashlib
 import json
@@ -34,13 +34,22 @@ _CHARACTERS = [*"▁abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ01234567
 
 
 def fake_tokenizer(chat_template: str | None = None) -> Tokenizer:
-    control = {PAD: "<pad>", EOS: "<eos>", BOS: "<bos>", UNK: "<unk>", START_OF_TURN: "<start_of_turn>", END_OF_TURN: "<end_of_turn>"}
+    control = {
+        PAD: "<pad>",
+        EOS: "<eos>",
+        BOS: "<bos>",
+        UNK: "<unk>",
+        START_OF_TURN: "<start_of_turn>",
+        END_OF_TURN: "<end_of_turn>",
+    }
     pieces = [control.get(i, f"<unused{i}>") for i in range(107)]
     pieces += ["\n" * (i + 1) for i in range(FIRST_BYTE - 107)]
     pieces += [f"<0x{byte:02X}>" for byte in range(256)]
     pieces += [*_CHARACTERS, *_WORDS]
     pieces += [f"~{i}" for i in range(VOCAB_SIZE - len(pieces))]
-    model = BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    model = BPE(
+        vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], unk_token="<unk>", fuse_unk=True, byte_fallback=True
+    )
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])

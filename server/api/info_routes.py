@@ -10,8 +10,9 @@ from server.api.context import state_of
 from server.api.response_schemas import ErrorResponse, HealthResponse, ModelCard, ModelList, VersionResponse
 from server.api.responses import JsonResponse
 from server.errors import RETRY_AFTER_SECONDS, model_not_found
-from server.metrics import CONTENT_TYPE, package_version
+from server.metrics import CONTENT_TYPE
 from server.state import ServerState
+from server.version import __version__
 
 _NOT_READY: dict[int | str, dict[str, Any]] = {503: {"model": ErrorResponse}}
 
@@ -80,6 +81,6 @@ def create_router() -> APIRouter:
 
     @router.get("/version", responses={200: {"model": VersionResponse}})
     async def version(request: Request) -> Response:
-        return JsonResponse({"name": "gemserve", "version": package_version("gemserve")})
+        return JsonResponse({"name": "gemserve", "version": __version__})
 
     return router

@@ -90,9 +90,16 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def live_server(
-    factory: Callable[[Settings, Callable[[str], None]], LoadedEngine] | None = None, *, wait: bool = True, **settings: Any
+    factory: Callable[[Settings, Callable[[str], None]], LoadedEngine] | None = None,
+    *,
+    wait: bool = True,
+    deaths: list[BaseException] | None = None,
+    **settings: Any,
 ) -> Iterator[LiveServer]:
+    """``deaths`` collects what the application reports to the command line."""
     app = create_app(Settings(**settings), engine_factory=factory or fake_engine_factory())
+    if deaths is not None:
+        app.state.on_engine_death = deaths.append
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", ws="none", timeout_graceful_shutdown=5)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -110,5 +117,3 @@ def live_server(
         server.should_exit = True
         thread.join(timeout=15)
         assert not thread.is_alive()
-
-

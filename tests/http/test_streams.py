@@ -1,11 +1,12 @@
-"""Server-sent events: framing byte by byte, the order of chunks, usage, stop strings, and equality with the answer in one piece."""
+"""Server-sent events: framing byte by byte, the order of chunks, usage, stop strings, equality with the unstreamed answer."""
 
 import json
 from typing import Any
 
 import pytest
 
-from tests.fakes import BOS, EOS, FIRST_BYTE, VOCAB_SIZE
+from server.api import generation_routes, responses
+from tests.fakes import BOS, EOS, FIRST_BYTE, VOCAB_SIZE, FakeRunner, fake_engine_factory
 from tests.http.live_server import LiveServer, live_server
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -123,7 +124,14 @@ def test_a_character_cut_in_half_is_flushed_as_a_replacement_character(server: L
 
 
 def _stops(text: str) -> list[list[str]]:
-    return [[text[9:12]], [text[5:6]], [text[20:22], text[20:25]], ["zzzz not there"], [text[30:31], text[12:20]], [PROMPT[-1] + text[:1]]]
+    return [
+        [text[9:12]],
+        [text[5:6]],
+        [text[20:22], text[20:25]],
+        ["zzzz not there"],
+        [text[30:31], text[12:20]],
+        [PROMPT[-1] + text[:1]],
+    ]
 
 
 @pytest.mark.parametrize("which", range(6))
@@ -198,9 +206,6 @@ def test_errors_before_the_first_token_are_plain_http_errors(server: LiveServer)
 
 
 def test_an_idle_stream_says_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    from server.api import generation_routes, responses
-    from tests.fakes import FakeRunner, fake_engine_factory
-
     monkeypatch.setattr(responses, "KEEP_ALIVE_SECONDS", 0.05)
     monkeypatch.setattr(generation_routes, "KEEP_ALIVE_SECONDS", 0.05)
     with live_server(fake_engine_factory(FakeRunner(step_delay=0.3))) as slow:
@@ -211,8 +216,6 @@ def test_an_idle_stream_says_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_models_own_sampling_defaults_hold_and_are_shown() -> None:
-    from tests.fakes import fake_engine_factory
-
     with live_server(fake_engine_factory(default_sampling={"top_k": 1, "top_p": 0.95})) as other:
         body = {"prompt": "Hello", "max_tokens": 8}
         assert other.complete(**body, seed=1)["choices"] == other.complete(**body, seed=2)["choices"]

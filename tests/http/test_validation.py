@@ -141,7 +141,7 @@ def test_a_value_at_the_edge_is_accepted(server: LiveServer, name: str, value: A
 
 @pytest.mark.parametrize("name", NULLABLE.split())
 def test_null_means_the_default(server: LiveServer, name: str) -> None:
-    body = {"prompt": "Hello", "temperature": 0, "max_tokens": 16}
+    body = {"prompt": "Hello", "temperature": 0, "top_k": 1, "max_tokens": 16}
     expected = server.complete(**body)["choices"]
     assert server.complete(**{**body, name: None})["choices"] == expected
 
@@ -166,7 +166,7 @@ def test_a_body_that_is_no_json_object_is_refused(server: LiveServer, body: byte
 
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999"])
 @pytest.mark.parametrize("name", ["temperature", "n", "model", "unheard_of"])
-def test_numbers_that_json_does_not_have_are_refused(server: LiveServer, strict_server: LiveServer, name: str, literal: str) -> None:
+def test_numbers_that_json_does_not_have_are_refused(strict_server: LiveServer, name: str, literal: str) -> None:
     body = f'{{"prompt": "a", "{name}": {literal}}}'
     response = strict_server.client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400
@@ -219,7 +219,13 @@ def test_unknown_parameters_are_named_in_a_header_or_refused(server: LiveServer,
 
 
 def test_wrong_paths_and_methods(server: LiveServer) -> None:
-    for method, path in [("GET", "/nope"), ("POST", "/v1/x"), ("POST", "/v1/completions/"), ("GET", "//v1/models"), ("GET", "/docs")]:
+    for method, path in [
+        ("GET", "/nope"),
+        ("POST", "/v1/x"),
+        ("POST", "/v1/completions/"),
+        ("GET", "//v1/models"),
+        ("GET", "/docs"),
+    ]:
         response = server.client.request(method, server.url + path)
         assert response.status_code == 404
         error = error_of(response)
@@ -263,8 +269,7 @@ def test_roles_that_do_not_alternate_are_merged_or_refused(server: LiveServer, s
     messages = [{"role": role, "content": "Hi"} for role in roles.split()]
     assert server.chat(messages=messages, max_tokens=2)["choices"][0]["finish_reason"] == "length"
     strict = strict_server.post(CHAT, {"messages": messages, "max_tokens": 2})
-    assert strict.status_code == (400 if roles in ("user user", "system system user") else strict.status_code)
-    assert strict.status_code in (200, 400)
+    assert strict.status_code == (400 if roles in ("user user", "system", "system system user") else 200)
 
 
 def test_text_parts_are_the_same_prompt_as_one_string(server: LiveServer) -> None:
@@ -303,57 +308,3 @@ def test_chat_works_without_a_template_of_the_model_by_the_built_in_one(server: 
 def test_top_logprobs_needs_logprobs(server: LiveServer) -> None:
     error = server.refused(CHAT, {"messages": [{"role": "user", "content": "Hi"}], "top_logprobs": 2})
     assert error["param"] == "top_logprobs"
-
-
-LIMIT = 512
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("length", [LIMIT, LIMIT + 1, 3 * LIMIT])
-def test_a_prompt_that_leaves_no_room_is_refused_with_true_numbers(server: LiveServer, length: int, stream: bool) -> None:
-    error = server.refused(COMPLETIONS, {"prompt": [9] * length, "max_tokens": 7, "stream": stream})
-    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
-    assert error["message"] == (
-        f"This model's maximum context length is {LIMIT} tokens. However, you requested {length + 7} tokens ({length} in the "
-        f"messages, 7 in the completion). Please reduce the length of the messages or completion."
-    )
-
-
-@pytest.mark.parametrize(("length", "max_tokens", "generated"), [(LIMIT - 1, 16, 1), (LIMIT - 3, 100, 3), (LIMIT - 3, 2, 2)])
-def test_max_tokens_is_lowered_to_the_room_left(
-    server: LiveServer, strict_server: LiveServer, length: int, max_tokens: int, generated: int
-) -> None:
-    body = {"prompt": [9] * length, "max_tokens": max_tokens, "temperature": 0}
-    answer = server.complete(**body)
-    assert answer["usage"]["completion_tokens"] == generated
-    assert answer["choices"][0]["finish_reason"] == "length"
-    strict = strict_server.post(COMPLETIONS, body)
-    assert strict.status_code == (200 if generated == max_tokens else 400)
-
-
-def test_scoring_a_prompt_as_long_as_the_context_needs_no_room(server: LiveServer) -> None:
-    assert server.complete(prompt=[9] * LIMIT, max_tokens=0)["usage"]["completion_tokens"] == 0
-    server.refused(COMPLETIONS, {"prompt": [9] * (LIMIT + 1), "max_tokens": 0})
-
-
-def test_chat_answers_up_to_the_context_and_max_completion_tokens_wins(server: LiveServer) -> None:
-    messages = [{"role": "user", "content": "Hi"}]
-    usage = server.chat(messages=messages)["usage"]
-    assert usage["total_tokens"] == LIMIT
-    assert server.chat(messages=messages, max_tokens=9, max_completion_tokens=4)["usage"]["completion_tokens"] == 4
-
-
-@pytest.mark.parametrize("temperature", [0, 1e-40, 1e-8, 1e-5])
-def test_tiny_temperatures_are_greedy(server: LiveServer, temperature: float) -> None:
-    body = {"prompt": "Hello", "max_tokens": 20}
-    expected = server.complete(**body, temperature=0)["choices"]
-    assert server.complete(**body, temperature=temperature, seed=5)["choices"] == expected
-    assert server.complete(**body, temperature=1, top_k=1, seed=5)["choices"] == expected
-
-
-@pytest.mark.parametrize("seed", [0, -1, 2**31, 2**63 - 1, 1 - 2**63])
-def test_a_seed_repeats_and_another_one_differs(server: LiveServer, seed: int) -> None:
-    body = {"prompt": "Hello", "max_tokens": 16, "temperature": 1}
-    first = server.complete(**body, seed=seed)["choices"]
-    assert server.complete(**body, seed=seed)["choices"] == first
-    assert server.complete(**body, seed=seed // 2 + 7)["choices"] != first

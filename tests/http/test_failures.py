@@ -1,0 +1,124 @@
+"""Faults of the engine and of the load, as clients and probes see them: an error in every open answer, never a silent cut."""
+
+import asyncio
+import json
+import threading
+
+import pytest
+
+from tests.fakes import BOS, CRASH, POISON, FakeRunner, fake_engine_factory
+from tests.http.live_server import LiveServer, error_of, live_server
+
+COMPLETIONS = "/v1/completions"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_that_fails_before_its_first_token_is_a_500(server: LiveServer, stream: bool) -> None:
+    response = server.post(COMPLETIONS, {"prompt": [BOS, POISON], "stream": stream})
+    assert response.status_code == 500
+    assert response.headers["x-should-retry"] == "false"
+    error = error_of(response)
+    assert (error["type"], error["code"], error["param"]) == ("server_error", "internal_error", None)
+    server.check_alive()
+
+
+def test_a_request_that_fails_after_ten_tokens_ends_its_stream_with_an_error_event(server: LiveServer) -> None:
+    failed = server.metric("requests_total", endpoint="completions", stream="true", outcome="error")
+    raw = server.post(COMPLETIONS, {"prompt": [BOS, *[POISON] * 11], "max_tokens": 40, "stream": True}).text
+    events = raw.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert set(json.loads(events[-3][6:])["error"]) == {"message", "type", "param", "code"}
+    assert all('"finish_reason":null' in event for event in events[:-3])
+    assert server.metric("requests_total", endpoint="completions", stream="true", outcome="error") == failed + 1
+    server.check_alive()
+
+
+def test_one_failed_choice_ends_the_others_of_its_request_but_no_other_request(server: LiveServer) -> None:
+    answers = []
+    neighbour = threading.Thread(target=lambda: answers.append(server.complete(prompt="a", max_tokens=200, temperature=0)))
+    neighbour.start()
+    raw = server.post(COMPLETIONS, {"prompt": [[BOS, *[POISON] * 5], [BOS]], "max_tokens": 400, "stream": True}).text
+    neighbour.join()
+    assert '"error"' in raw.split("\n\n")[-3]
+    assert answers[0]["usage"]["completion_tokens"] == 200
+    server.wait_for(server.is_idle)
+
+
+def test_a_dead_engine_tells_every_client_and_the_probes() -> None:
+    deaths: list[BaseException] = []
+    with live_server(fake_engine_factory(FakeRunner(step_delay=0.005)), deaths=deaths) as server:
+        answers = []
+        neighbour = threading.Thread(
+            target=lambda: answers.append(server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 400, "stream": True}).text)
+        )
+        neighbour.start()
+        server.wait_for(lambda: server.metric("requests_running") == 1)
+        response = server.post(COMPLETIONS, {"prompt": [BOS, CRASH, CRASH]})
+        neighbour.join()
+        assert response.status_code == 500
+        assert "secret" not in response.text
+        assert '"error"' in answers[0].split("\n\n")[-3]
+        for path in ("/health", "/health/live", "/health/ready"):
+            assert server.client.get(path).status_code == 503
+        later = server.post(COMPLETIONS, {"prompt": "a"})
+        assert later.status_code == 503
+        assert later.headers["retry-after"]
+        assert error_of(later)["code"] == "model_not_ready"
+        assert server.client.get("/metrics").status_code == 200
+        assert server.metric("ready") == 0
+        assert [type(error) for error in deaths] == [RuntimeError]
+
+
+def test_while_loading_the_port_answers_and_says_what_it_waits_for() -> None:
+    release = threading.Event()
+    with live_server(fake_engine_factory(before_load=lambda: assert_set(release)), wait=False) as server:
+        server.wait_for(lambda: server.client.get("/health/ready").json().get("phase") == "weights")
+        ready = server.client.get("/health/ready")
+        assert (ready.status_code, ready.json()) == (503, {"status": "loading", "phase": "weights"})
+        assert server.client.get("/health").status_code == 503
+        assert server.client.get("/health/live").status_code == 200
+        assert server.metric("ready") == 0
+        refused = server.post(COMPLETIONS, {"prompt": "a"})
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) > 0
+        assert error_of(refused)["code"] == "model_not_ready"
+        assert server.client.get("/v1/models").status_code == 503
+        assert server.metric("request_rejections_total", endpoint="completions", reason="not_ready") == 1
+        release.set()
+        server.wait_for(lambda: server.client.get("/health/ready").status_code == 200)
+        server.check_alive()
+        assert server.metric("ready") == 1
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(20)
+
+
+def test_a_failed_load_is_told_to_the_command_line() -> None:
+    errors: list[BaseException] = []
+
+    def fail() -> None:
+        raise ValueError("model.safetensors is damaged")
+
+    with live_server(fake_engine_factory(before_load=fail), wait=False, deaths=errors) as server:
+        server.wait_for(lambda: bool(errors))
+        assert str(errors[0]) == "model.safetensors is damaged"
+        assert server.client.get("/health/live").status_code == 503
+
+
+def test_a_server_that_stops_ends_open_streams_with_an_error_event() -> None:
+    answers = []
+    with live_server(fake_engine_factory(FakeRunner(step_delay=0.01), max_model_len=4096)) as server:
+        reader = threading.Thread(
+            target=lambda: answers.append(server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 4000, "stream": True}).text)
+        )
+        reader.start()
+        server.wait_for(lambda: server.metric("requests_running") == 1)
+        engine = server.app.state.server.engine
+        asyncio.run_coroutine_threadsafe(engine.drain(0.05), engine._loop).result(5)
+        reader.join()
+        assert json.loads(answers[0].split("\n\n")[-3][6:])["error"]["code"] == "shutting_down"
+        refused = server.post(COMPLETIONS, {"prompt": "a"})
+        assert (refused.status_code, error_of(refused)["code"]) == (503, "shutting_down")
+        assert server.client.get("/health/ready").json() == {"status": "draining"}
+        assert server.client.get("/health/live").status_code == 200

@@ -1,0 +1,171 @@
+"""Everything around generation: models, version, metrics, request ids, API keys, the OpenAPI description."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from server.metrics import CONTENT_TYPE
+from tests.http.live_server import LiveServer, error_of, live_server
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def test_models_are_listed_under_every_served_name(strict_server: LiveServer) -> None:
+    listed = strict_server.client.get("/v1/models").json()
+    assert listed["object"] == "list"
+    assert [card["id"] for card in listed["data"]] == ["org/name", "alias"]
+    card = listed["data"][0]
+    assert card["max_model_len"] == 512
+    assert isinstance(card["created"], int)
+    assert strict_server.client.get("/v1/models/org/name").json() == card
+    missing = strict_server.client.get("/v1/models/org/other")
+    assert missing.status_code == 404
+    assert error_of(missing)["code"] == "model_not_found"
+
+
+def test_answers_echo_the_served_name(strict_server: LiveServer) -> None:
+    assert strict_server.complete(prompt="a", max_tokens=1, model="alias")["model"] == "alias"
+    assert strict_server.complete(prompt="a", max_tokens=1)["model"] == "org/name"
+
+
+def test_ids_and_fingerprint(server: LiveServer) -> None:
+    answer = server.complete(prompt="a", max_tokens=1)
+    assert re.fullmatch(r"cmpl-[0-9a-f]{32}", answer["id"])
+    assert re.fullmatch(r"fp_[0-9a-f]{10}", answer["system_fingerprint"])
+    assert answer["object"] == "text_completion"
+    assert isinstance(answer["created"], int)
+    chat = server.chat(messages=[{"role": "user", "content": "a"}], max_tokens=1)
+    assert re.fullmatch(r"chatcmpl-[0-9a-f]{32}", chat["id"])
+    assert chat["object"] == "chat.completion"
+    assert chat["choices"][0]["message"]["refusal"] is None
+
+
+def test_version(server: LiveServer) -> None:
+    assert server.client.get("/version").json()["name"] == "gemserve"
+
+
+@pytest.mark.parametrize("given", ["abc-1", "x" * 128])
+def test_a_sound_request_id_is_kept(server: LiveServer, given: str) -> None:
+    assert server.client.get("/health", headers={"x-request-id": given}).headers["x-request-id"] == given
+
+
+@pytest.mark.parametrize("given", ["", "x" * 129, "a b", "caf\xe9"])
+def test_another_request_id_is_replaced(server: LiveServer, given: str) -> None:
+    answer = server.client.get("/health", headers=[(b"x-request-id", given.encode("latin-1"))])
+    assert re.fullmatch(r"[0-9a-f]{32}", answer.headers["x-request-id"])
+
+
+def test_metrics_are_plain_text_without_redirect_or_creation_times(server: LiveServer) -> None:
+    response = server.client.get("/metrics")
+    assert response.status_code == 200
+    assert response.headers["content-type"] == CONTENT_TYPE
+    assert "_created" not in response.text
+    assert "gemserve_build_info" in response.text
+    assert "process_resident_memory_bytes" in response.text
+
+
+def test_generated_tokens_and_requests_add_up(server: LiveServer) -> None:
+    def outcomes() -> float:
+        lines = server.client.get("/metrics").text.splitlines()
+        wanted = ("gemserve_requests_total{", "gemserve_request_rejections_total{")
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(wanted))
+
+    tokens, counted = server.metric("generation_tokens_total"), outcomes()
+    usage = [
+        server.complete(prompt="a", max_tokens=7, n=2)["usage"],
+        server.complete(prompt="a", stop=["e"], temperature=0)["usage"],
+    ]
+    server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 5, "stream": True})
+    server.post(COMPLETIONS, {"prompt": []})
+    server.post(COMPLETIONS, {"prompt": "a", "model": "x"})
+    server.post(CHAT, {})
+    assert server.metric("generation_tokens_total") - tokens == sum(item["completion_tokens"] for item in usage) + 5
+    assert outcomes() - counted == 6
+
+
+def test_the_number_of_series_does_not_depend_on_what_clients_send(server: LiveServer) -> None:
+    def warm_up() -> None:
+        server.client.request("BREW", "/x0")
+        server.client.get("/x0")
+        server.client.get("/v1/models/x0")
+        server.post(COMPLETIONS, {"prompt": "a", "model": "x0"})
+
+    def num_series() -> int:
+        return len(server.client.get("/metrics").text.splitlines())
+
+    warm_up()
+    num_series()  # a scrape counts itself from the next one on
+    before = num_series()
+    for i in range(40):
+        server.client.get(f"/{i}/x")
+        server.client.get(f"/v1/models/{i}")
+        server.client.request(f"M{i}", "/x")
+        server.post(COMPLETIONS, {"prompt": "a", "model": f"m{i}", "user": f"u{i}"})
+    assert num_series() == before
+
+
+def test_openapi_shows_requests_and_answers(server: LiveServer) -> None:
+    schema = server.client.get("/openapi.json").json()
+    components = schema["components"]["schemas"]
+    for name in ("CompletionRequest", "ChatCompletionRequest", "CompletionResponse", "ChatCompletionResponse", "ErrorResponse"):
+        assert name in components
+    assert "HTTPValidationError" not in components
+    body = schema["paths"][COMPLETIONS]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body == {"$ref": "#/components/schemas/CompletionRequest"}
+    for reference in re.findall(r'"#/components/schemas/(\w+)"', server.client.get("/openapi.json").text):
+        assert reference in components
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[LiveServer]:
+    with live_server(api_key=("first-key", "zweiter-schlüssel")) as live:
+        yield live
+
+
+def test_every_route_but_the_probes_needs_a_key(guarded: LiveServer) -> None:
+    paths = set(guarded.app.openapi()["paths"]) | {"/openapi.json", "/nope", "//v1/completions", "/v1/completions/", "/V1/models"}
+    for path in sorted(paths):
+        for method in ("GET", "POST", "HEAD", "OPTIONS"):
+            status = guarded.client.request(method, guarded.url + path).status_code
+            if path.startswith("/health"):
+                assert status in (200, 405)
+            else:
+                assert status == 401, (method, path)
+
+
+@pytest.mark.parametrize(
+    ("value", "status"),
+    [
+        (b"Bearer first-key", 200),
+        (b"bearer first-key", 200),
+        (b"Bearer  first-key", 200),
+        ("Bearer zweiter-schlüssel".encode(), 200),
+        (b"Bearer first-ke", 401),
+        (b"Bearer first-keyy", 401),
+        (b"Bearer \xff\xfe", 401),
+        (b"Bearer", 401),
+        (b"Basic first-key", 401),
+        (b"", 401),
+    ],
+)
+def test_keys_are_compared_whole(guarded: LiveServer, value: bytes, status: int) -> None:
+    response = guarded.client.get("/v1/models", headers=[(b"authorization", value)])
+    assert response.status_code == status
+    if status == 401:
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert error_of(response)["code"] == "invalid_api_key"
+
+
+def test_two_keys_in_one_request_are_refused(guarded: LiveServer) -> None:
+    headers = [("authorization", "Bearer first-key")] * 2
+    assert guarded.client.get("/v1/models", headers=headers).status_code == 401
+
+
+def test_a_missing_key_has_no_code_and_is_counted(guarded: LiveServer) -> None:
+    response = guarded.post(COMPLETIONS, {"prompt": "a"})
+    assert response.status_code == 401
+    assert error_of(response)["code"] is None
+    guarded.client.headers["authorization"] = "Bearer first-key"
+    assert guarded.metric("request_rejections_total", endpoint="completions", reason="unauthorized") >= 1
+    del guarded.client.headers["authorization"]
