@@ -141,8 +141,11 @@ class GenerationRun:
         if self._open_choices == 0:
             self._record.finish(self._outcome)
             return None
-        async with asyncio.timeout(timeout_seconds):
-            event = await self._events.get()
+        if self._events.empty():
+            async with asyncio.timeout(timeout_seconds):
+                event = await self._events.get()
+        else:
+            event = self._events.get_nowait()
         if isinstance(event, Exception):
             self._stop_tasks()
             raise self._failure(event) from event

@@ -172,7 +172,6 @@ class CompletionRequest(GenerationRequest):
 class TextPart(WireModel):
     type: Literal["text"]
     text: Text
-    prompt_cache_breakpoint: None = None
 
 
 def _check_content(value: object) -> object:
