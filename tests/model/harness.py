@@ -1,0 +1,138 @@
+"""Drives a ModelRunner as an engine would, with the least bookkeeping that is honest: blocks handed out in shuffled order, local
+blocks recycled right after every step, and all memory that no sequence owns poisoned with NaN, so that a read of anything stale or
+unwritten shows in the logits.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from model.batch import build_batch
+from model.config import Gemma3Config
+from model.gemma3 import Gemma3
+from model.kv_cache_spec import KVCachePlan
+from model.ops import Ops
+from model.runner import ModelRunner
+from model.sampling_params import SamplingParams
+from model.sequence_chunk import ChunkResult, SequenceChunk
+
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+@dataclass(eq=False)
+class TestSequence:
+    """One sequence's tokens and where its keys and values lie."""
+
+    __test__ = False
+
+    tokens: list[int]
+    sampling: SamplingParams = GREEDY
+    num_prompt_tokens: int = 0
+    num_computed: int = 0
+    global_table: list[int] = field(default_factory=list)
+    local_table: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.tokens)
+
+
+class Harness:
+    """A model with a cache of its own, poisoned wherever nothing was written."""
+
+    def __init__(self, model: Gemma3, ops: Ops, *, block_size: int, num_tokens: int, num_seqs: int = 1, seed: int = 0) -> None:
+        config = model.config
+        self.runner = ModelRunner(model, config.kv_cache_spec(block_size, ops.dtype.itemsize), ops)
+        self.spec = self.runner.spec
+        self.config: Gemma3Config = config
+        num_global = 1 + -(-num_tokens // block_size) + num_seqs
+        num_local = min(num_global, self.spec.local_pool_blocks(num_seqs, num_tokens))
+        self.runner.allocate_cache(KVCachePlan(num_global, num_local, 0, 0, num_tokens))
+        assert self.runner.cache is not None
+        self.cache = self.runner.cache
+        for layer in self.cache.layers:
+            layer.keys.fill_(torch.nan)
+            layer.values.fill_(torch.nan)
+        shuffle = random.Random(seed).shuffle
+        self.free = {True: list(range(1, num_global)), False: list(range(1, num_local))}
+        shuffle(self.free[True])
+        shuffle(self.free[False])
+        self.recycled = 0
+
+    def chunk(self, sequence: TestSequence, num_tokens: int, *, score: bool = False) -> SequenceChunk:
+        """The sequence's next ``num_tokens`` as a chunk, with blocks for them."""
+        start, end = sequence.num_computed, sequence.num_computed + num_tokens
+        assert 0 < num_tokens
+        assert end <= len(sequence.tokens)
+        num_blocks = -(-end // self.spec.block_size)
+        for is_global, table in ((True, sequence.global_table), (False, sequence.local_table)):
+            while len(table) < num_blocks:
+                table.append(self.free[is_global].pop())
+        prompt = sequence.num_prompt_tokens
+        return SequenceChunk(
+            token_ids=sequence.tokens[start:end],
+            start=start,
+            global_block_table=list(sequence.global_table),
+            local_block_table=list(sequence.local_table),
+            sampling=sequence.sampling,
+            samples=end == len(sequence.tokens),
+            prompt_token_ids=sequence.tokens[:prompt],
+            output_token_ids=sequence.tokens[prompt:],
+            prompt_targets=sequence.tokens[start + 1 : min(end + 1, prompt)] if score else (),
+        )
+
+    def run(self, work: Sequence[tuple[TestSequence, int]], *, score: bool = False) -> list[ChunkResult]:
+        """One step through ModelRunner.run: (sequence, number of its next tokens) each."""
+        results = self.runner.run([self.chunk(sequence, count, score=score) for sequence, count in work])
+        self._advance(work)
+        return results
+
+    @torch.inference_mode()
+    def logits(self, work: Sequence[tuple[TestSequence, int]]) -> list[torch.Tensor]:
+        """One step that returns the logits [count, V] of every token instead of sampling."""
+        batch = build_batch([self.chunk(sequence, count) for sequence, count in work], self.spec, self.runner.ops.device)
+        logits = self.runner.model.logits(self.runner.model(batch, self.cache))
+        self._advance(work)
+        return list(logits.split([count for _, count in work]))
+
+    def all_logits(self, tokens: Sequence[int], chunk_size: int | None = None) -> torch.Tensor:
+        """Logits [len(tokens), V] of one sequence run alone in chunks; its blocks are released afterwards."""
+        sequence = TestSequence(list(tokens))
+        pieces = []
+        while sequence.num_computed < len(tokens):
+            count = min(chunk_size or len(tokens), len(tokens) - sequence.num_computed)
+            pieces += self.logits([(sequence, count)])
+        self.release(sequence)
+        return torch.cat(pieces)
+
+    def release(self, sequence: TestSequence) -> None:
+        for is_global, table in ((True, sequence.global_table), (False, sequence.local_table)):
+            self._free(is_global, [block for block in table if block])
+            table.clear()
+
+    def _advance(self, work: Sequence[tuple[TestSequence, int]]) -> None:
+        for sequence, count in work:
+            sequence.num_computed += count
+            kept = self.spec.first_local_block(sequence.num_computed)
+            recycled = [block for block in sequence.local_table[:kept] if block]
+            sequence.local_table[:kept] = [0] * kept
+            self.recycled += len(recycled)
+            self._free(False, recycled)
+            held = len([block for block in sequence.local_table if block])
+            assert held == self.spec.blocks(sequence.num_computed).local_blocks
+
+    def _free(self, is_global: bool, blocks: list[int]) -> None:
+        """Back to the pool: poisoned, and first in line to be handed out again."""
+        for kind, layer in zip(self.config.global_layers, self.cache.layers, strict=True):
+            if kind == is_global:
+                layer.keys[blocks] = torch.nan
+                layer.values[blocks] = torch.nan
+        self.free[is_global] += blocks
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """Largest absolute difference; NaN never passes."""
+    assert actual.shape == expected.shape
+    difference = (actual - expected).abs().max().item()
+    assert difference <= tolerance, f"largest difference {difference}"
