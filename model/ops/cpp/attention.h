@@ -1,0 +1,149 @@
+// One work item of paged attention: some consecutive queries of one sequence, all heads that share one KV head, some splits of
+// the context. See attention.cpp for how the work is cut and why results do not depend on it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace gemserve {
+
+constexpr int64_t SPLIT = 256;    // keys of a split: its scores are normalised together, splits are merged in ascending order
+constexpr int64_t KEY_TILE = 16;  // keys that stay in the first-level cache while all rows of an item pass over them
+constexpr float NEVER = -std::numeric_limits<float>::infinity();
+
+// Laid out as the caller packs it (model/ops/cpu.py): 64-bit fields only.
+struct AttentionArguments {
+  const void* query;           // [n, num_heads, head_dim]
+  const void* k_cache;         // [blocks, block_size, kv_heads, head_dim], first two axes strided
+  const void* v_cache;
+  void* output;                // [n, num_heads, head_dim]
+  const int32_t* block_table;  // [num_seqs, table_stride]
+  const int32_t* query_start;  // [num_seqs + 1]
+  const int32_t* context_lens; // [num_seqs]
+  int64_t num_seqs, table_stride, block_size, num_heads, kv_heads, head_dim;
+  int64_t k_block_stride, k_slot_stride, v_block_stride, v_slot_stride;  // in elements
+  int64_t window;              // 0: none
+  int64_t is_bf16, threads;
+  double scale;
+};
+
+struct Item {
+  int32_t sequence, kv_head;
+  int32_t first_query, num_queries;  // within the sequence's own queries
+  int64_t first_split, last_split;   // inclusive
+  int64_t partial;                   // index of its first row among the partial results, or -1: writes the output itself
+};
+
+// Running softmax of one row: the largest score, the sum of exponentials over it, and the weighted values, unnormalised.
+struct RowState {
+  float largest, total;
+};
+
+// Adds a split's result to what came before. The only way in which splits meet, here and across items.
+INLINE void merge(RowState& state, float* values, const RowState& split, const float* split_values, int64_t head_dim) {
+  if (split.largest == NEVER) return;
+  const float largest = std::max(state.largest, split.largest);
+  const float before = exp(state.largest - largest), now = exp(split.largest - largest);
+  state.largest = largest;
+  state.total = state.total * before + split.total * now;
+  for (int64_t d = 0; d < head_dim; d += W)
+    store(values + d, fma(load(values + d), set1(before), mul(load(split_values + d), set1(now))));
+}
+
+// Scores of ROWS rows against keys [first, last) of a split.
+template <int ROWS, class T>
+INLINE void score_keys(const float* query, const T* cache, const int64_t* offsets, int64_t first, int64_t last, int64_t head_dim,
+                       float* scores) {
+  int64_t key = first;
+  for (; key + 2 <= last; key += 2) {
+    const T *one = cache + offsets[key], *two = cache + offsets[key + 1];
+    vf sums[ROWS][2];
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = zero();
+    for (int64_t d = 0; d < head_dim; d += W) {
+      const vf a = load(one + d), b = load(two + d);
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; ++r) {
+        const vf q = load(query + r * head_dim + d);
+        sums[r][0] = fma(q, a, sums[r][0]);
+        sums[r][1] = fma(q, b, sums[r][1]);
+      }
+    }
+    for (int r = 0; r < ROWS; ++r) {
+      scores[r * SPLIT + key] = sum_lanes(sums[r][0]);
+      scores[r * SPLIT + key + 1] = sum_lanes(sums[r][1]);
+    }
+  }
+  if (key < last) {
+    vf sums[ROWS];
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) sums[r] = zero();
+    for (int64_t d = 0; d < head_dim; d += W) {
+      const vf a = load(cache + offsets[key] + d);
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; ++r) sums[r] = fma(load(query + r * head_dim + d), a, sums[r]);
+    }
+    for (int r = 0; r < ROWS; ++r) scores[r * SPLIT + key] = sum_lanes(sums[r]);
+  }
+}
+
+// values[ROWS][head_dim] += weights[ROWS] times the values of keys [first, last), VECTORS vectors of the head at a time.
+template <int ROWS, int VECTORS, class T>
+INLINE void add_values_at(const float* weights, const T* cache, const int64_t* offsets, int64_t first, int64_t last, int64_t d,
+                          int64_t head_dim, float* values) {
+  vf sums[ROWS][VECTORS];
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+    for (int i = 0; i < VECTORS; ++i) sums[r][i] = load(values + r * head_dim + d + i * W);
+  for (int64_t key = first; key < last; ++key) {
+    const T* from = cache + offsets[key] + d;
+#pragma GCC unroll 2
+    for (int i = 0; i < VECTORS; ++i) {
+      const vf v = load(from + i * W);
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; ++r) sums[r][i] = fma(set1(weights[r * SPLIT + key]), v, sums[r][i]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+    for (int i = 0; i < VECTORS; ++i) store(values + r * head_dim + d + i * W, sums[r][i]);
+}
+
+template <int ROWS, class T>
+INLINE void add_values(const float* weights, const T* cache, const int64_t* offsets, int64_t first, int64_t last, int64_t head_dim,
+                       float* values) {
+  int64_t d = 0;
+  for (; d + 2 * W <= head_dim; d += 2 * W) add_values_at<ROWS, 2>(weights, cache, offsets, first, last, d, head_dim, values);
+  if (d < head_dim) add_values_at<ROWS, 1>(weights, cache, offsets, first, last, d, head_dim, values);
+}
+
+// Turns the scores of keys [first, last) of one row into weights. Other keys that its tile computes, [tile_first, tile_last), get
+// weight 0.
+INLINE RowState weigh(float* scores, int64_t first, int64_t last, int64_t tile_first, int64_t tile_last) {
+  if (first >= last) {
+    for (int64_t i = tile_first; i < tile_last; ++i) scores[i] = 0.0f;
+    return {NEVER, 0.0f};
+  }
+  const int64_t begin = first / W * W, end = ceil_div(last, W) * W;
+  for (int64_t i = begin; i < first; ++i) scores[i] = NEVER;
+  for (int64_t i = last; i < end; ++i) scores[i] = NEVER;
+  for (int64_t i = tile_first; i < begin; ++i) scores[i] = 0.0f;
+  for (int64_t i = end; i < tile_last; ++i) scores[i] = 0.0f;
+  vf largest = set1(NEVER), total = zero();
+  for (int64_t i = begin; i < end; i += W) largest = max(largest, load(scores + i));
+  const float top = max_lanes(largest);
+  for (int64_t i = begin; i < end; i += W) {
+    const vf weight = exp(sub(load(scores + i), set1(top)));
+    total = add(total, weight);
+    store(scores + i, weight);
+  }
+  return {top, sum_lanes(total)};
+}
+
+}  // namespace gemserve

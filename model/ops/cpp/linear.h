@@ -1,0 +1,80 @@
+// What the linear kernels share: how a weight is kept, and how the rows of a batch are cut into tiles.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace gemserve {
+
+enum Kind : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
+
+// A weight [n, k], kept in panels of NR output features: panel p holds [k][NR] values, zeros beyond n. bfloat16 panels interleave
+// feature j and feature j + W in one 32-bit lane, so that a shift and a mask widen them. The int8 form is described in int8.cpp.
+struct PackedWeight {
+  void* data;
+  void* scales;  // int8 only: float16
+  int64_t n, k;
+  int64_t group;  // int8 only: consecutive inputs that share a scale
+  int32_t kind;
+};
+
+constexpr int NR = 2 * W;                 // output features of a panel
+constexpr int PANELS = 4;                 // panels of one work item
+constexpr int MAX_ROWS = W == 8 ? 6 : 12; // rows of a register tile: 2 * rows accumulators, 2 weights, 1 input
+constexpr int64_t CHUNK_ROWS = 240;       // rows whose sums are kept at once: 240 x PANELS x NR floats stay in cache
+
+inline int64_t num_panels(int64_t n) { return ceil_div(n, NR); }
+
+// Rows [0, m) cut into tiles of nearly equal size, none above MAX_ROWS.
+struct RowTiles {
+  int64_t m, count, base, larger;
+  explicit RowTiles(int64_t rows) : m(rows), count(ceil_div(rows, MAX_ROWS)) {
+    base = count ? m / count : 0;
+    larger = count ? m % count : 0;  // the first so many tiles have one row more
+  }
+  int64_t first(int64_t tile) const { return tile * base + std::min(tile, larger); }
+  int rows(int64_t tile) const { return static_cast<int>(base + (tile < larger)); }
+};
+
+// Memory that lasts from call to call on one thread, aligned to a cache line; contents are not kept. Users that are alive at the
+// same time on one thread name different purposes.
+enum Purpose { kInputs, kSums, kWidened };
+template <class T, Purpose purpose>
+T* workspace(int64_t count) {
+  struct alignas(64) Line {
+    char bytes[64];
+  };
+  struct Buffer {
+    std::unique_ptr<Line[]> lines;
+    int64_t size = 0;
+  };
+  thread_local Buffer buffer;
+  const int64_t size = ceil_div(count * static_cast<int64_t>(sizeof(T)), 64);
+  if (buffer.size < size) {
+    buffer.lines.reset();
+    buffer.lines.reset(new Line[size]);
+    buffer.size = size;
+  }
+  return reinterpret_cast<T*>(buffer.lines.get());
+}
+
+// Sums [rows][stride] to rows of the output, n_valid features each.
+template <class Out>
+inline void write_rows(const float* sums, int64_t stride, int64_t rows, int64_t n_valid, Out* out, int64_t out_stride) {
+  for (int64_t r = 0; r < rows; ++r) {
+    const float* from = sums + r * stride;
+    Out* to = out + r * out_stride;
+    int64_t j = 0;
+    for (; j + W <= n_valid; j += W) store(to + j, load(from + j));
+    for (; j < n_valid; ++j) narrow(from[j], to + j);
+  }
+}
+
+void linear_int8(const PackedWeight& weight, const void* x, bool x_bf16, int64_t m, void* out, bool out_bf16, int threads);
+void pack_int8(const PackedWeight& weight, const void* source, bool source_bf16, int threads);
+
+}  // namespace gemserve

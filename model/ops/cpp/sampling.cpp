@@ -1,0 +1,244 @@
+// Sampling over whole rows of logits without sorting them: every row is cut into pieces at fixed places, pieces are shared among
+// the threads, and their results are joined in ascending order, so that the outcome depends on the row alone.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace gemserve {
+namespace {
+
+constexpr int64_t PIECE = 32768;  // logits of a work item
+constexpr int64_t BLOCK = 1024;   // logits that are read twice while they are in the first-level cache
+constexpr float NEVER = -std::numeric_limits<float>::infinity();
+
+template <class Body>
+void each_piece(int64_t rows, int64_t size, int threads, const Body& body) {
+  const int64_t pieces = ceil_div(size, PIECE);
+  parallel_for(rows * pieces, threads, 1, [&](int64_t item) {
+    const int64_t first = item % pieces * PIECE;
+    body(item, item / pieces, first, std::min(size, first + PIECE));
+  });
+}
+
+INLINE float largest_of(const float* x, int64_t count) {
+  vf tops[4] = {set1(NEVER), set1(NEVER), set1(NEVER), set1(NEVER)};
+  int64_t i = 0;
+  for (; i + 4 * W <= count; i += 4 * W)
+    for (int j = 0; j < 4; ++j) tops[j] = max(load(x + i + j * W), tops[j]);
+  for (; i + W <= count; i += W) tops[0] = max(load(x + i), tops[0]);
+  float top = max_lanes(max(max(tops[0], tops[1]), max(tops[2], tops[3])));
+  for (; i < count; ++i) top = std::max(top, x[i]);
+  return top;
+}
+
+INLINE float reciprocal(float temperature) { return std::min(1.0f / temperature, std::numeric_limits<float>::max()); }
+
+// e^((x - top) / temperature), or 0 where that is below the cut.
+struct Weigher {
+  float top, inverse, cut;
+  INLINE vf operator()(vf x) const {
+    const vf weight = exp(mul(sub(x, set1(top)), set1(inverse)));
+    return zero_where_less(weight, weight, set1(cut));
+  }
+  INLINE float operator()(float x) const {
+    alignas(64) float lanes[W];
+    store(lanes, (*this)(set1(x)));
+    return lanes[0];
+  }
+};
+
+INLINE double sum_of(const float* x, int64_t count, const Weigher& weigher) {
+  vf sums[2] = {zero(), zero()};
+  int64_t i = 0;
+  for (; i + 2 * W <= count; i += 2 * W) {
+    sums[0] = add(sums[0], weigher(load(x + i)));
+    sums[1] = add(sums[1], weigher(load(x + i + W)));
+  }
+  double total = sum_lanes(add(sums[0], sums[1]));
+  for (; i < count; ++i) total += weigher(x[i]);
+  return total;
+}
+
+struct Candidate {
+  float value;
+  int32_t id;
+  bool operator<(const Candidate& other) const { return value != other.value ? value > other.value : id < other.id; }
+};
+
+// The k best of what it has seen, ids in ascending order.
+class Best {
+ public:
+  explicit Best(int64_t k) : k(k), limit(2 * k + 64) { kept.reserve(limit); }
+
+  void look(const float* x, int64_t first, int64_t last, float top) {
+    if (full && !(top > threshold)) return;
+    int64_t i = first;
+    for (; i + W <= last; i += W) {
+      uint32_t mask = full ? greater_mask(load(x + i), set1(threshold)) : (1u << W) - 1;
+      for (; mask; mask &= mask - 1) add(x, i + __builtin_ctz(mask));
+    }
+    for (; i < last; ++i) add(x, i);
+  }
+
+  std::vector<Candidate>& finish() {
+    shrink();
+    return kept;
+  }
+
+ private:
+  const int64_t k, limit;
+  bool full = false;
+  float threshold = NEVER;
+  std::vector<Candidate> kept;
+
+  void add(const float* x, int64_t i) {
+    if (full && !(x[i] > threshold)) return;
+    kept.push_back({x[i] == x[i] ? x[i] : NEVER, static_cast<int32_t>(i)});
+    if (static_cast<int64_t>(kept.size()) == limit) shrink();
+  }
+  void shrink() {
+    if (static_cast<int64_t>(kept.size()) < k) return;
+    std::nth_element(kept.begin(), kept.begin() + (k - 1), kept.end());
+    kept.resize(k);
+    threshold = kept.back().value;
+    full = true;
+  }
+};
+
+struct Mass {
+  float top = NEVER;
+  double total = 0.0;  // sum of e^((x - top) / temperature)
+  void rescale(float higher, float inverse) {
+    if (top != NEVER) total *= std::exp((static_cast<double>(top) - higher) * inverse);
+    top = higher;
+  }
+};
+
+}  // namespace
+}  // namespace gemserve
+
+using namespace gemserve;
+
+extern "C" {
+
+void all_finite(const float* logits, int64_t rows, int64_t size, uint8_t* finite, int32_t threads) {
+  std::vector<uint8_t> pieces(rows * ceil_div(size, PIECE));
+  each_piece(rows, size, threads, [&](int64_t item, int64_t row, int64_t first, int64_t last) {
+    const float* x = logits + row * size;
+    vf poison[4] = {zero(), zero(), zero(), zero()};  // x * 0 is NaN for an infinity or a NaN
+    int64_t i = first;
+    for (; i + 4 * W <= last; i += 4 * W)
+      for (int j = 0; j < 4; ++j) poison[j] = fma(load(x + i + j * W), zero(), poison[j]);
+    float total = sum_lanes(add(add(poison[0], poison[1]), add(poison[2], poison[3])));
+    for (; i < last; ++i) total += x[i] * 0.0f;
+    pieces[item] = total == total;
+  });
+  const int64_t count = ceil_div(size, PIECE);
+  for (int64_t row = 0; row < rows; ++row)
+    finite[row] = std::all_of(&pieces[row * count], &pieces[row * count] + count, [](uint8_t piece) { return piece != 0; });
+}
+
+void argmax(const float* logits, int64_t rows, int64_t size, int64_t* token_ids, int32_t threads) {
+  const int64_t count = ceil_div(size, PIECE);
+  std::vector<Candidate> pieces(rows * count);
+  each_piece(rows, size, threads, [&](int64_t item, int64_t row, int64_t first, int64_t last) {
+    const float* x = logits + row * size;
+    Candidate best{NEVER, static_cast<int32_t>(first)};
+    for (int64_t block = first; block < last; block += BLOCK) {
+      const int64_t end = std::min(last, block + BLOCK);
+      const float top = largest_of(x + block, end - block);
+      if (top > best.value) best = {top, static_cast<int32_t>(std::find(x + block, x + end, top) - x)};
+    }
+    pieces[item] = best;
+  });
+  for (int64_t row = 0; row < rows; ++row)
+    token_ids[row] = std::min_element(&pieces[row * count], &pieces[row * count] + count)->id;
+}
+
+void top_candidates(const float* logits, int64_t rows, int64_t size, int64_t k, const float* temperature, float* values,
+                    int64_t* token_ids, float* log_total, int32_t threads) {
+  const int64_t count = ceil_div(size, PIECE);
+  std::vector<std::vector<Candidate>> kept(rows * count);
+  std::vector<Mass> masses(rows * count);
+  each_piece(rows, size, threads, [&](int64_t item, int64_t row, int64_t first, int64_t last) {
+    const float* x = logits + row * size;
+    const float inverse = reciprocal(temperature[row]);
+    Best best(std::min(k, last - first));
+    Mass mass;
+    for (int64_t block = first; block < last; block += BLOCK) {
+      const int64_t end = std::min(last, block + BLOCK);
+      const float top = largest_of(x + block, end - block);
+      best.look(x, block, end, top);
+      if (top == NEVER) continue;  // masked throughout
+      if (top > mass.top) mass.rescale(top, inverse);
+      mass.total += sum_of(x + block, end - block, {mass.top, inverse, 0.0f});
+    }
+    kept[item] = std::move(best.finish());
+    masses[item] = mass;
+  });
+  parallel_for(rows, count * k * rows < 4096 ? 1 : threads, 1, [&](int64_t row) {
+    std::vector<Candidate> all;
+    for (int64_t p = 0; p < count; ++p) all.insert(all.end(), kept[row * count + p].begin(), kept[row * count + p].end());
+    std::nth_element(all.begin(), all.begin() + (k - 1), all.end());
+    std::sort(all.begin(), all.begin() + k);
+    for (int64_t i = 0; i < k; ++i) {
+      values[row * k + i] = all[i].value;
+      token_ids[row * k + i] = all[i].id;
+    }
+    double total = 0.0;
+    for (int64_t p = 0; p < count; ++p) {
+      Mass& mass = masses[row * count + p];
+      if (mass.top == NEVER) continue;
+      mass.rescale(all[0].value, reciprocal(temperature[row]));
+      total += mass.total;
+    }
+    log_total[row] = static_cast<float>(std::log(total));
+  });
+}
+
+void draw(const float* logits, int64_t rows, int64_t size, const float* temperature, const float* min_p, const double* uniform,
+          int64_t* token_ids, int32_t threads) {
+  const int64_t count = ceil_div(size, PIECE), blocks = ceil_div(size, BLOCK);
+  std::vector<float> tops(rows * count);
+  std::vector<double> sums(rows * blocks);
+  const auto weigher = [&](int64_t row) {
+    return Weigher{*std::max_element(&tops[row * count], &tops[row * count] + count), reciprocal(temperature[row]), min_p[row]};
+  };
+  each_piece(rows, size, threads, [&](int64_t item, int64_t row, int64_t first, int64_t last) {
+    tops[item] = largest_of(logits + row * size + first, last - first);
+  });
+  each_piece(rows, size, threads, [&](int64_t, int64_t row, int64_t first, int64_t last) {
+    const Weigher weigh = weigher(row);
+    for (int64_t block = first; block < last; block += BLOCK)
+      sums[row * blocks + block / BLOCK] = sum_of(logits + row * size + block, std::min(BLOCK, last - block), weigh);
+  });
+  parallel_for(rows, 1, 1, [&](int64_t row) {
+    const Weigher weigh = weigher(row);
+    double total = 0.0;
+    for (int64_t b = 0; b < blocks; ++b) total += sums[row * blocks + b];
+    const double target = std::min(uniform[row] * total, std::nextafter(total, 0.0));
+    double before = 0.0;
+    int64_t drawn = 0;
+    for (int64_t b = 0; b < blocks; ++b) {
+      const double through = before + sums[row * blocks + b];
+      if (through > target) {
+        // Added up one by one, the block may fall short of its sum by a rounding: then its last possible token is meant.
+        double running = before;
+        for (int64_t i = b * BLOCK; i < std::min(size, (b + 1) * BLOCK) && running <= target; ++i) {
+          const float weight = weigh(logits[row * size + i]);
+          if (weight > 0.0f) drawn = i;
+          running += weight;
+        }
+        break;
+      }
+      before = through;
+    }
+    token_ids[row] = drawn;
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,326 @@
+"""The CPU backend: C++ kernels (model/ops/cpp) for AVX2 and AVX-512 behind the interface of ``Ops``.
+
+Every kernel accumulates in float32 in an order that depends on the row alone, so a row's result is bit for bit the same whatever
+else is in the batch and on any number of threads. Shapes that a kernel does not cover fall back to the reference.
+"""
+
+import ctypes
+import logging
+from dataclasses import dataclass
+from struct import Struct
+from typing import Literal
+
+import torch
+
+from model.ops import AttentionMetadata, Candidates, LinearRole, LinearWeight, Ops
+from model.ops.cpu_build import BuildError, load_library
+from model.ops.reference import ReferenceOps
+
+logger = logging.getLogger(__name__)
+
+WeightStorage = Literal["exact", "float32", "bfloat16", "int8"]
+INT8_GROUP = 32  # inputs that share a scale, as in GGUF's Q8_0
+_KINDS = {"float32": 0, "bfloat16": 1, "int8": 2}
+_BYTES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+_ATTENTION = Struct("7q 6q 4q 3q d")  # AttentionArguments in cpp/attention.h
+_ROPE = Struct("9q 5q 4q 2q d")  # RopeArguments in cpp/elementwise.cpp
+
+
+class _Descriptor(ctypes.Structure):
+    """PackedWeight in cpp/linear.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("kind", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A weight in the kernels' own layout."""
+
+    out_features: int
+    in_features: int
+    storage: str  # "float32", "bfloat16" or "int8"
+    data: torch.Tensor
+    scales: torch.Tensor | None
+    descriptor: _Descriptor
+    address: int  # of the descriptor
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + (self.scales.nbytes if self.scales is not None else 0)
+
+
+class CpuOps(ReferenceOps):
+    """Fused C++ kernels. Raises BuildError where they cannot be compiled or do not run."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, weights: WeightStorage = "exact") -> None:
+        """``weights``: how linear weights are stored. "exact" keeps them as they are, in bfloat16 where that loses nothing (half
+        the bytes to read), else in float32; the others round: to bfloat16, or to int8 in groups of 32 inputs."""
+        super().__init__(device, dtype)
+        self.weights = weights
+        self._library = load_library()
+        self._width = int(self._library.vector_width())
+        self._is_bfloat16 = int(dtype == torch.bfloat16)
+
+    @property
+    def name(self) -> str:
+        return f"cpu ({'AVX-512' if self._width == 16 else 'AVX2'}, {self.weights} weights)"
+
+    # -- linear layers ---------------------------------------------------------------------------------------------------------
+
+    def pack_linear(self, weight: torch.Tensor, role: LinearRole, *, shared: bool = False) -> LinearWeight:
+        out_features, in_features = weight.shape
+        storage = self._storage(weight)
+        num_elements = self._library.packed_elements(out_features, in_features)
+        data = torch.empty(num_elements, dtype=_BYTES[storage])
+        self._library.advise_huge_pages(data.data_ptr(), data.nbytes)
+        scales = torch.empty(num_elements // INT8_GROUP, dtype=torch.float16) if storage == "int8" else None
+        descriptor = _Descriptor(
+            data.data_ptr(),
+            scales.data_ptr() if scales is not None else None,
+            out_features,
+            in_features,
+            INT8_GROUP,
+            _KINDS[storage],
+        )
+        address = ctypes.addressof(descriptor)
+        source = weight.contiguous()
+        assert source.dtype == self.dtype
+        self._library.pack_linear(address, source.data_ptr(), self._is_bfloat16, torch.get_num_threads())
+        return PackedWeight(out_features, in_features, storage, data, scales, descriptor, address)
+
+    def _storage(self, weight: torch.Tensor) -> str:
+        if self.weights == "int8" and weight.shape[1] % INT8_GROUP == 0:
+            return "int8"
+        if self.weights in ("float32", "bfloat16"):
+            return self.weights
+        return "bfloat16" if weight.dtype == torch.bfloat16 or _fits_bfloat16(weight) else "float32"
+
+    def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        return self._linear(x, weight, x.dtype, self._is_bfloat16)
+
+    def logits(self, x: torch.Tensor, head: LinearWeight) -> torch.Tensor:
+        return self._linear(x, head, torch.float32, 0)
+
+    def _linear(self, x: torch.Tensor, weight: LinearWeight, dtype: torch.dtype, is_bfloat16: int) -> torch.Tensor:
+        assert isinstance(weight, PackedWeight)
+        num_rows = x.shape[0]
+        assert x.shape == (num_rows, weight.in_features)
+        x = x.contiguous()
+        result = torch.empty((num_rows, weight.out_features), dtype=dtype)
+        self._library.linear(
+            weight.address,
+            x.data_ptr(),
+            self._is_bfloat16,
+            num_rows,
+            result.data_ptr(),
+            is_bfloat16,
+            torch.get_num_threads(),
+        )
+        return result
+
+    # -- elementwise -----------------------------------------------------------------------------------------------------------
+
+    def rms_norm(self, x: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
+        x = x.contiguous()
+        result = torch.empty_like(x)
+        size = x.shape[-1]
+        self._library.rms_norm(
+            x.data_ptr(),
+            scale.data_ptr(),
+            result.data_ptr(),
+            x.numel() // size,
+            size,
+            eps,
+            self._is_bfloat16,
+            torch.get_num_threads(),
+        )
+        return result
+
+    def norm_add_norm(
+        self, branch: torch.Tensor, residual: torch.Tensor, post_scale: torch.Tensor, next_scale: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        assert residual.is_contiguous()
+        assert branch.shape == residual.shape
+        branch = branch.contiguous()
+        result = torch.empty_like(branch)
+        num_rows, size = branch.shape
+        self._library.norm_add_norm(
+            branch.data_ptr(),
+            residual.data_ptr(),
+            post_scale.data_ptr(),
+            next_scale.data_ptr(),
+            result.data_ptr(),
+            num_rows,
+            size,
+            eps,
+            self._is_bfloat16,
+            torch.get_num_threads(),
+        )
+        return result
+
+    def geglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate_up = gate_up.contiguous()
+        num_rows, double = gate_up.shape
+        result = torch.empty((num_rows, double // 2), dtype=gate_up.dtype)
+        self._library.geglu(
+            gate_up.data_ptr(), result.data_ptr(), num_rows, double // 2, self._is_bfloat16, torch.get_num_threads()
+        )
+        return result
+
+    # -- attention -------------------------------------------------------------------------------------------------------------
+
+    def qk_norm_rope_cache_write(
+        self,
+        qkv: torch.Tensor,
+        q_scale: torch.Tensor,
+        k_scale: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        _, block_size, num_kv_heads, head_dim = k_cache.shape
+        if head_dim % (2 * self._width):
+            return super().qk_norm_rope_cache_write(qkv, q_scale, k_scale, cos, sin, k_cache, v_cache, slot_mapping, eps)
+        qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
+        num_tokens, size = qkv.shape
+        num_heads = size // head_dim - 2 * num_kv_heads
+        query = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype)
+        arguments = _ROPE.pack(
+            qkv.data_ptr(),
+            q_scale.data_ptr(),
+            k_scale.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            query.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            slot_mapping.data_ptr(),
+            num_tokens,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            block_size,
+            *_strides(k_cache),
+            *_strides(v_cache),
+            self._is_bfloat16,
+            torch.get_num_threads(),
+            eps,
+        )
+        self._library.qk_norm_rope_cache_write(arguments)
+        return query
+
+    def paged_attention(
+        self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata, scale: float
+    ) -> torch.Tensor:
+        num_tokens, num_heads, head_dim = query.shape
+        if head_dim % self._width:
+            return super().paged_attention(query, k_cache, v_cache, metadata, scale)
+        query = query.contiguous()
+        output = torch.empty((num_tokens, num_heads * head_dim), dtype=query.dtype)
+        block_table = metadata.block_table
+        arguments = _ATTENTION.pack(
+            query.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            output.data_ptr(),
+            block_table.data_ptr(),
+            metadata.query_start.data_ptr(),
+            metadata.context_lens_tensor.data_ptr(),
+            len(metadata.query_lens),
+            block_table.stride(0),
+            metadata.block_size,
+            num_heads,
+            k_cache.shape[2],
+            head_dim,
+            *_strides(k_cache),
+            *_strides(v_cache),
+            metadata.window or 0,
+            self._is_bfloat16,
+            torch.get_num_threads(),
+            scale,
+        )
+        self._library.paged_attention(arguments)
+        return output
+
+    # -- sampling --------------------------------------------------------------------------------------------------------------
+
+    def all_finite(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = logits.contiguous()
+        result = torch.empty(logits.shape[0], dtype=torch.bool)
+        self._library.all_finite(logits.data_ptr(), *logits.shape, result.data_ptr(), torch.get_num_threads())
+        return result
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = logits.contiguous()
+        result = torch.empty(logits.shape[0], dtype=torch.int64)
+        self._library.argmax(logits.data_ptr(), *logits.shape, result.data_ptr(), torch.get_num_threads())
+        return result
+
+    def top_candidates(self, logits: torch.Tensor, k: int, temperature: torch.Tensor) -> Candidates:
+        num_rows, size = logits.shape
+        logits, temperature = logits.contiguous(), temperature.contiguous()
+        values = torch.empty((num_rows, k), dtype=torch.float32)
+        token_ids = torch.empty((num_rows, k), dtype=torch.int64)
+        log_total = torch.empty(num_rows, dtype=torch.float32)
+        self._library.top_candidates(
+            logits.data_ptr(),
+            num_rows,
+            size,
+            k,
+            temperature.data_ptr(),
+            values.data_ptr(),
+            token_ids.data_ptr(),
+            log_total.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return Candidates(values, token_ids, log_total)
+
+    def draw(self, logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        logits, temperature = logits.contiguous(), temperature.contiguous()
+        min_p, uniform = min_p.contiguous(), uniform.contiguous()
+        assert uniform.dtype == torch.float64
+        result = torch.empty(logits.shape[0], dtype=torch.int64)
+        self._library.draw(
+            logits.data_ptr(),
+            *logits.shape,
+            temperature.data_ptr(),
+            min_p.data_ptr(),
+            uniform.data_ptr(),
+            result.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return result
+
+
+def create_cpu_ops(dtype: torch.dtype, weights: WeightStorage = "exact") -> Ops:
+    """The kernels where they can be had, else the reference, with one warning that says why."""
+    device = torch.device("cpu")
+    try:
+        return CpuOps(device, dtype, weights)
+    except BuildError as error:
+        logger.warning("The fast CPU kernels are not available: %s. Falling back to plain torch, which is slower.", error)
+        return ReferenceOps(device, dtype)
+
+
+def _fits_bfloat16(weight: torch.Tensor) -> bool:
+    """Whether rounding to bfloat16 changes nothing; looked at in slices, most weights that do not fit show it in the first."""
+    rows = max(1, (1 << 20) // weight.shape[1])
+    return all(bool((piece == piece.bfloat16()).all()) for piece in torch.split(weight, rows))
+
+
+def _strides(cache: torch.Tensor) -> tuple[int, int]:
+    """Strides of blocks and of slots; the last two axes must be contiguous."""
+    block, slot, head, element = cache.stride()
+    assert element == 1
+    assert head == cache.shape[3] or cache.shape[2] == 1
+    return block, slot

@@ -1,0 +1,198 @@
+"""Compiles the C++ kernels on first use and loads them: one shared library without any tie to torch's or Python's headers, called
+through ctypes, so that it builds in seconds. It lives in the cache directory under a key of everything it depends on; concurrent
+starts build it once. ``python -m model.ops.cpu_build`` builds every variant ahead of time, for an image.
+
+Variants differ in the instructions that they use, never in their source. AVX2 is the one that is tested on hardware; the AVX-512
+variants are the same kernels over wider vectors.
+"""
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from model.checkpoint.base import default_cache_dir
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "cpp"
+# -ffp-contract=off: only the fused multiply-adds that the source asks for, so that results do not depend on the compiler's mood.
+COMMON_FLAGS = ("-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra")
+OPTIMISED = ("-O3",)
+SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+# GCC warns about its own AVX-512 headers without the last flag.
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-Wno-maybe-uninitialized", "-Wno-uninitialized")
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A set of instructions: what /proc/cpuinfo must list, and the compiler's flags."""
+
+    name: str
+    cpu_flags: frozenset[str]
+    compiler_flags: tuple[str, ...]
+
+
+_AVX2_NEEDS = frozenset({"avx2", "fma", "f16c"})
+_AVX512_NEEDS = _AVX2_NEEDS | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+VARIANTS = (  # best first
+    Variant("avx512_vnni", _AVX512_NEEDS | {"avx512_vnni"}, (*_AVX512, "-mavx512vnni")),
+    Variant("avx512", _AVX512_NEEDS, _AVX512),
+    Variant("avx2", _AVX2_NEEDS, _AVX2),
+)
+
+
+class BuildError(Exception):
+    """The kernels cannot be had on this machine; the text says why and what to do."""
+
+
+@functools.cache
+def detect_variant() -> Variant | None:
+    """The best variant that this processor runs; None where it runs none."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    available = frozenset(line.partition(":")[2].split())
+    return next((variant for variant in VARIANTS if variant.cpu_flags <= available), None)
+
+
+def _openmp_library() -> str | None:
+    """The OpenMP runtime that torch has loaded. Linking against another one would double the threads."""
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        paths = {line.split(maxsplit=5)[5].strip() for line in maps if "libgomp" in line}
+    return min(paths) if paths else None
+
+
+def _source_files() -> list[Path]:
+    return sorted(SOURCES.glob("*.cpp"))
+
+
+def library_path(variant: Variant, cache_dir: Path, *, sanitize: bool = False) -> Path:
+    digest = hashlib.sha256()
+    for file in sorted(SOURCES.iterdir()):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    openmp = _openmp_library()
+    mode = SANITIZED if sanitize else OPTIMISED
+    for word in (*COMMON_FLAGS, *mode, *variant.compiler_flags, torch.__version__, Path(openmp).name if openmp else ""):
+        digest.update(word.encode() + b"\0")
+    return cache_dir / f"ext-{variant.name}-{digest.hexdigest()[:20]}.so"
+
+
+def build(variant: Variant, cache_dir: Path, *, sanitize: bool = False) -> Path:
+    """The compiled library of a variant, built unless it is in the cache. Raises BuildError."""
+    target = library_path(variant, cache_dir, sanitize=sanitize)
+    if target.exists():
+        return target
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise BuildError("no C++ compiler was found; install g++, or set CXX to a GCC")
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with _locked(target.with_suffix(".lock")):
+            if not target.exists():
+                logger.info("Compiling the CPU kernels (%s) into %s; this happens once.", variant.name, target)
+                _compile(compiler, variant, target, SANITIZED if sanitize else OPTIMISED)
+    except OSError as error:
+        raise BuildError(
+            f"the kernels cannot be built in {cache_dir} ({error}); set GEMSERVE_CACHE to a writable folder"
+        ) from error
+    return target
+
+
+@contextmanager
+def _locked(file: Path) -> Iterator[None]:
+    with file.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(compiler: str, variant: Variant, target: Path, mode: tuple[str, ...]) -> None:
+    flags = (*COMMON_FLAGS, *mode, *variant.compiler_flags)
+    # Next to the target, so that the last step is a rename on one file system.
+    with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as folder:
+
+        def compile_one(source: Path) -> str:
+            result = str(Path(folder) / f"{source.stem}.o")
+            _run([compiler, *flags, "-c", str(source), "-o", result])
+            return result
+
+        with ThreadPoolExecutor(max_workers=max(1, min(4, len(os.sched_getaffinity(0))))) as pool:
+            objects = list(pool.map(compile_one, _source_files()))
+        library = Path(folder) / target.name
+        openmp = _openmp_library()
+        sanitizers = [flag for flag in mode if flag.startswith("-fsanitize")]
+        _run([compiler, "-shared", *sanitizers, *objects, openmp or "-fopenmp", "-o", str(library)])
+        library.replace(target)
+
+
+def _run(command: list[str]) -> None:
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    if finished.returncode:
+        raise BuildError(f"the compiler failed: {' '.join(command)}\n{finished.stderr[-2000:]}")
+
+
+@functools.cache
+def load_library() -> ctypes.CDLL:
+    """The kernels for this processor, with the signatures of their functions set. Raises BuildError."""
+    variant = detect_variant()
+    if variant is None:
+        raise BuildError("this processor has neither AVX2 nor AVX-512")
+    path = build(variant, default_cache_dir(), sanitize=os.environ.get("GEMSERVE_SANITIZE") == "1")
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"{path} cannot be loaded ({error}); remove it, and it is built again") from error
+    _declare(library)
+    return library
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    pointer, long, int_, float_ = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+    arguments = ctypes.c_char_p  # a packed record
+    signatures = {
+        "pack_linear": (pointer, pointer, int_, int_),
+        "linear": (pointer, pointer, int_, long, pointer, int_, int_),
+        "advise_huge_pages": (pointer, long),
+        "rms_norm": (pointer, pointer, pointer, long, long, float_, int_, int_),
+        "norm_add_norm": (pointer, pointer, pointer, pointer, pointer, long, long, float_, int_, int_),
+        "geglu": (pointer, pointer, long, long, int_, int_),
+        "qk_norm_rope_cache_write": (arguments,),
+        "paged_attention": (arguments,),
+        "all_finite": (pointer, long, long, pointer, int_),
+        "argmax": (pointer, long, long, pointer, int_),
+        "top_candidates": (pointer, long, long, long, pointer, pointer, pointer, pointer, int_),
+        "draw": (pointer, long, long, pointer, pointer, pointer, pointer, int_),
+    }
+    for name, types in signatures.items():
+        function = getattr(library, name)
+        function.argtypes = types
+        function.restype = None
+    library.vector_width.argtypes = ()
+    library.vector_width.restype = int_
+    library.packed_elements.argtypes = (long, long)
+    library.packed_elements.restype = long
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    for variant in VARIANTS:
+        print(build(variant, default_cache_dir()))
+
+
+if __name__ == "__main__":
+    main()
