@@ -179,4 +179,4 @@ def _resolve_device(device: str) -> torch.device:
 
 
 def _with_progress(tensors: Iterable[tuple[str, torch.Tensor]], total: int, progress: bool) -> Iterable[tuple[str, torch.Tensor]]:
-    return tqdm(tensors, total=total, desc="Loading weights", unit="tensor", disable=not progress)
+    return tqdm(tensors, total=total, desc="Loading weights", unit="tensor", disable=None if progress else True)

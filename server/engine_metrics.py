@@ -107,3 +107,9 @@ def _cache(stats: EngineStats) -> Iterator[Metric]:
     yield _counter("kv_cache_recycled_blocks", "Local blocks given back behind the window.", stats.recycled_blocks_total)
     yield _counter("prefix_cache_queried_tokens", "Tokens looked up in the prefix cache.", stats.prefix_queried_tokens_total)
     yield _counter("prefix_cache_hit_tokens", "Tokens found in the prefix cache.", stats.prefix_hit_tokens_total)
+    limited = CounterMetricFamily(
+        "gemserve_prefix_cache_limited",
+        "Admissions whose prefix hit was ended by this pool, by blocks that it lacks.",
+        labels=["pool"],
+    )
+    yield _labelled(limited, {(name,): float(count) for name, count in stats.prefix_limited_total.items()})

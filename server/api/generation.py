@@ -207,7 +207,7 @@ class GenerationRun:
         text = _ChoiceText(self._tokenizer, plan, prompt.sampling)
         record = ChoiceRecord(self._record)
         is_first = True
-        async with aclosing(self._engine.generate(spec)) as outputs:  # type: ignore[type-var]
+        async with aclosing(self._engine.generate(spec)) as outputs:
             async for output in outputs:
                 record.observe(output, len(prompt.token_ids), is_first)
                 if is_first and choice == 0:

@@ -30,14 +30,38 @@ PLAN_SETTINGS = (
 
 def add_parser(commands: "Subparsers") -> None:
     parser = add_command(commands, "info", "show a model's layers, sizes and memory plan without loading its weights", run)
-    parser.add_argument("--json", action="store_true", help="Print one JSON object.")
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
+    parser.add_argument(
+        "--layouts",
+        action="store_true",
+        help="Instead: how many requests of --max-model-len tokens (32768 by default) fit --kv-cache-memory (8GiB by default), for "
+        "every size, with two cache pools and without.",
+    )
     add_arguments(parser, PLAN_SETTINGS)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.layouts:
+        print(layouts(settings_of(arguments), as_json=arguments.json))
+        return 0
     report = report_for(settings_of(arguments))
     print(json.dumps(report.as_dict(), indent=2) if arguments.json else report.text())
     return 0
+
+
+def layouts(settings: Settings, *, as_json: bool) -> str:
+    from server.layouts import as_dicts, as_text, compare_layouts
+    from server.plan import DTYPE_SIZES
+
+    budget, num_tokens = settings.kv_cache_memory or 8 << 30, settings.max_model_len or 32_768
+    rows = compare_layouts(
+        budget,
+        num_tokens,
+        block_size=settings.block_size,
+        dtype_size=DTYPE_SIZES.get(settings.dtype, DTYPE_SIZES["bfloat16"]),
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+    )
+    return json.dumps(as_dicts(rows), indent=2) if as_json else as_text(rows, budget, num_tokens)
 
 
 def report_for(settings: Settings) -> "PlanReport":

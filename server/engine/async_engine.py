@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import TypeVarTuple, Unpack
 
@@ -84,7 +84,7 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    async def generate(self, spec: GenerationSpec) -> AsyncIterator[TokenOutput]:
+    async def generate(self, spec: GenerationSpec) -> AsyncGenerator[TokenOutput, None]:
         """Stream a request's outputs until its finish reason. Closing the generator aborts the request.
 
         Raises RequestFailedError when this request alone failed, EngineDeadError and EngineDrainingError as they say.

@@ -1,6 +1,7 @@
 """``gemserve info``: the published parameter counts, and a plan that adds up."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,3 +64,18 @@ def test_default_budget_and_formats() -> None:
     assert available_memory() > 0
     assert default_kv_cache_memory(1000, "cuda:0") == 900
     assert [format_bytes(size) for size in (512, 3072, 5 << 20, 3 << 30)] == ["512 B", "3 KiB", "5 MiB", "3.00 GiB"]
+
+
+def test_the_layouts_in_the_docs_are_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    document = (Path(__file__).parents[2] / "docs" / "kv-cache.md").read_text()
+    (command,) = [line.split() for line in document.splitlines() if line.startswith("    gemserve info --layouts")]
+    assert main(command[1:]) == 0
+    assert f"```\n{capsys.readouterr().out}```" in document
+
+
+def test_two_pools_against_every_token(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--layouts", "--json"]) == 0
+    rows = {row["size"]: row for row in json.loads(capsys.readouterr().out)}
+    assert list(rows) == ["270m", "1b", "4b", "12b", "27b"]
+    assert 5.6 < rows["4b"]["ratio"] < 5.9
+    assert rows["4b"]["hybrid_fit"] > 5.8 * rows["4b"]["uniform_fit"]

@@ -81,7 +81,7 @@ def test_closing_a_stream_aborts_its_request_and_frees_its_blocks() -> None:
         engine.start()
         stream = engine.generate(spec("endless", max_tokens=1000))
         await anext(stream)
-        await stream.aclose()  # type: ignore[attr-defined]
+        await stream.aclose()
         task = asyncio.create_task(collect(engine, spec("cancelled", max_tokens=1000)))
         await asyncio.sleep(0.02)
         task.cancel()
