@@ -109,7 +109,7 @@ def _cache(stats: EngineStats) -> Iterator[Metric]:
     yield _counter("prefix_cache_hit_tokens", "Tokens found in the prefix cache.", stats.prefix_hit_tokens_total)
     limited = CounterMetricFamily(
         "gemserve_prefix_cache_limited",
-        "Admissions whose prefix hit was ended by this pool, by blocks that it lacks.",
+        "Admissions whose prefix hit ended for lack of blocks in this pool.",
         labels=["pool"],
     )
     yield _labelled(limited, {(name,): float(count) for name, count in stats.prefix_limited_total.items()})

@@ -1,5 +1,5 @@
-"""What the two-pool cache saves: bytes of one sequence and sequences that fit a budget, against a layout that keeps every token of
-every layer. ``gemserve info --layouts`` prints it for all sizes. Imports no torch."""
+"""What the two-pool cache saves: bytes of one sequence and sequences that fit a budget, against a layout that keeps every
+token of every layer. ``gemserve info --layouts`` prints it for all sizes. Imports no torch."""
 
 from dataclasses import asdict, dataclass
 

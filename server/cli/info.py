@@ -34,8 +34,8 @@ def add_parser(commands: "Subparsers") -> None:
     parser.add_argument(
         "--layouts",
         action="store_true",
-        help="Instead: how many requests of --max-model-len tokens (32768 by default) fit --kv-cache-memory (8GiB by default), for "
-        "every size, with two cache pools and without.",
+        help="Instead: how many requests of --max-model-len tokens (32768 by default) fit --kv-cache-memory (8GiB by default), "
+        "for every size, with two cache pools and without.",
     )
     add_arguments(parser, PLAN_SETTINGS)
 

@@ -1,6 +1,6 @@
 """Drives a ModelRunner as an engine would, with the least bookkeeping that is honest: blocks handed out in shuffled order, local
-blocks recycled right after every step, and all memory that no sequence owns poisoned with NaN, so that a read of anything stale or
-unwritten shows in the logits.
+blocks recycled right after every step, and all memory that no sequence owns poisoned with NaN, so that a read of anything stale
+or unwritten shows in the logits.
 """
 
 import random
