@@ -63,7 +63,7 @@ class Harness:
     def chunk(self, sequence: TestSequence, num_tokens: int, *, score: bool = False) -> SequenceChunk:
         """The sequence's next ``num_tokens`` as a chunk, with blocks for them."""
         start, end = sequence.num_computed, sequence.num_computed + num_tokens
-        assert 0 < num_tokens
+        assert num_tokens > 0
         assert end <= len(sequence.tokens)
         num_blocks = -(-end // self.spec.block_size)
         for is_global, table in ((True, sequence.global_table), (False, sequence.local_table)):
@@ -89,12 +89,17 @@ class Harness:
         return results
 
     @torch.inference_mode()
-    def logits(self, work: Sequence[tuple[TestSequence, int]]) -> list[torch.Tensor]:
-        """One step that returns the logits [count, V] of every token instead of sampling."""
+    def hidden(self, work: Sequence[tuple[TestSequence, int]]) -> list[torch.Tensor]:
+        """One step that returns the final hidden states [count, h] of every token instead of sampling."""
         batch = build_batch([self.chunk(sequence, count) for sequence, count in work], self.spec, self.runner.ops.device)
-        logits = self.runner.model.logits(self.runner.model(batch, self.cache))
+        hidden: torch.Tensor = self.runner.model(batch, self.cache)
         self._advance(work)
-        return list(logits.split([count for _, count in work]))
+        return list(hidden.tensor_split(batch.first_rows[1:-1]))
+
+    @torch.inference_mode()
+    def logits(self, work: Sequence[tuple[TestSequence, int]]) -> list[torch.Tensor]:
+        """The same with the logits [count, V] of every token."""
+        return [self.runner.model.logits(hidden) for hidden in self.hidden(work)]
 
     def all_logits(self, tokens: Sequence[int], chunk_size: int | None = None) -> torch.Tensor:
         """Logits [len(tokens), V] of one sequence run alone in chunks; its blocks are released afterwards."""

@@ -9,7 +9,7 @@ import torch
 
 from model.gemma3 import Gemma3
 from tests.model.harness import Harness, TestSequence, assert_close
-from tests.model.tiny_models import CONFIG, all_local_config, load_tiny, random_model, random_prompt
+from tests.model.tiny_models import all_local_config, load_tiny, random_model, random_prompt
 
 # The same sums in another order: about 1e-5 in float32 on logits of this size.
 TOLERANCE = 1e-4
