@@ -1,5 +1,6 @@
 """Streams, long and short prompts side by side: everyone moves."""
 
+import itertools
 import statistics
 import threading
 import time
@@ -58,7 +59,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def gaps(times: list[float]) -> list[float]:
-    return [after - before for before, after in zip(times, times[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(times)]
 
 
 def test_a_long_prefill_stops_neither_a_running_stream_nor_a_short_request(server: LiveServer) -> None:
