@@ -87,7 +87,10 @@ class Tokenizer:
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of text that is only text: no BOS, and never a control token."""
-        return self._plain.encode(_scalar_values(text), add_special_tokens=False).ids if text else []
+        if not text:
+            return []
+        # A batch of one: unlike encode() it lets other threads run, so a long prompt stalls neither the model nor the streams.
+        return self._plain.encode_batch_fast([_scalar_values(text)], add_special_tokens=False)[0].ids
 
     def encode_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True) -> list[int]:
         """Ids of the rendered chat, messages in the order of merge_messages. Raises ChatTemplateError."""
