@@ -40,6 +40,11 @@ class ServerState:
         return self.load_error is not None or (self.loaded is not None and self.loaded.engine.is_dead)
 
     @property
+    def is_loading(self) -> bool:
+        """The loading thread is at work, also after the server was told to stop."""
+        return self.loaded is None and self.load_error is None
+
+    @property
     def is_draining(self) -> bool:
         return self.status == "draining"
 

@@ -5,10 +5,12 @@ load and a dead engine end the process with exit code 1; SIGTERM lets running re
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 import uvicorn
 
@@ -22,6 +24,7 @@ logger = logging.getLogger("gemserve")
 TERMS = "Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms"
 # Requests that the drain ended at its deadline still get to send their last event.
 LAST_EVENTS_SECONDS = 5
+EXIT_INTERRUPTED = 130
 
 
 class Server(uvicorn.Server):
@@ -31,6 +34,10 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.fault: BaseException | None = None
         self._state = state
+
+    @property
+    def is_loading(self) -> bool:
+        return self._state.is_loading
 
     def end_with(self, fault: BaseException) -> None:
         self.fault = fault
@@ -69,6 +76,8 @@ def serve(settings: Settings) -> int:
                 runner.run(server.serve(sockets=[listener]))
         finally:
             signal.signal(signal.SIGTERM, previous)
+            if server.is_loading:
+                _exit_at_once(EXIT_INTERRUPTED if isinstance(sys.exception(), KeyboardInterrupt) else 0)
     if server.fault is not None:
         print(f"gemserve: error: {_one_line(server.fault)}", file=sys.stderr)
         return 1
@@ -104,6 +113,14 @@ def prepare(settings: Settings) -> Server:
     server = Server(config, app.state.server)
     app.state.on_engine_death = server.end_with
     return server
+
+
+def _exit_at_once(code: int) -> NoReturn:
+    """End without tearing the interpreter down: native code of the loading thread would abort the process in that."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _one_line(fault: BaseException) -> str:

@@ -6,6 +6,9 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
 
 PROGRAM = """
@@ -29,17 +32,45 @@ def dying_engine(settings, report_phase, checkpoint):
     engine = AsyncEngine(DyingCore(), EngineLimits(64, 1, 64))
     return LoadedEngine(engine, None, ["m"], {}, "f", {}, {})
 
+def native(settings, report_phase, checkpoint):
+    import torch
+
+    matrix = torch.ones(1000, 1000)
+    print("loading now", file=sys.stderr, flush=True)
+    while True:  # native code that takes the interpreter's lock again and again, as loading weights does
+        matrix = torch.mm(matrix, matrix)
+
+def fake_model(settings, report_phase, checkpoint):
+    from tests.fakes import FakeRunner, fake_engine_factory
+
+    return fake_engine_factory(FakeRunner(step_delay=0.01), max_model_len=4096)(settings, report_phase)
+
 def endless(settings, report_phase, checkpoint):
+    print("loading now", file=sys.stderr, flush=True)
     time.sleep(60)
 
 model.checkpoint.open_checkpoint = lambda *args, **kwargs: None
 serving.load_engine = globals()[sys.argv[1]]
-sys.exit(serving.serve(Settings(port=0)))
+try:
+    sys.exit(serving.serve(Settings(port=0, shutdown_timeout=float(sys.argv[2]))))
+except KeyboardInterrupt:
+    sys.exit(130)
 """
 
 
-def start(behaviour: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", PROGRAM, behaviour], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+def start(behaviour: str, shutdown_timeout: float = 30) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PROGRAM, behaviour, str(shutdown_timeout)]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_line(process: subprocess.Popen[str], text: str) -> list[str]:
+    """What was logged up to the line that holds the text."""
+    assert process.stderr is not None
+    lines: list[str] = []
+    while not lines or text not in lines[-1]:
+        lines.append(process.stderr.readline())
+        assert lines[-1], "".join(lines)
+    return lines
 
 
 def test_a_failed_load_ends_the_process_with_one_line() -> None:
@@ -57,16 +88,32 @@ def test_a_dead_engine_ends_the_process() -> None:
     assert error.rstrip().endswith("gemserve: error: RuntimeError: out of memory in a step")
 
 
-def test_a_signal_while_loading_ends_the_process_at_once() -> None:
-    with start("endless") as process:
-        assert process.stderr is not None
-        lines = []
-        while "listening on" not in (line := process.stderr.readline()):
-            lines.append(line)
-            assert line, "".join(lines)
+@pytest.mark.parametrize("behaviour", ["endless", "native"])
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_while_loading_ends_the_process_at_once(behaviour: str, sent: signal.Signals, code: int) -> None:
+    with start(behaviour) as process:
+        lines = wait_for_line(process, "loading now")
         assert any("Gemma Terms of Use" in line for line in lines)
         asked = time.monotonic()
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.send_signal(sent)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == code, error
+    assert time.monotonic() - asked < 10, "loading never ends, and nothing may wait for it"
+
+
+@pytest.mark.parametrize(("shutdown_timeout", "ending"), [(30, '"finish_reason":"length"'), (0.2, '"code":"shutting_down"')])
+def test_a_signal_lets_running_streams_finish_or_tells_them(shutdown_timeout: float, ending: str) -> None:
+    with start("fake_model", shutdown_timeout) as process:
+        port = int(wait_for_line(process, "listening on")[-1].rsplit(":", 1)[1])
+        wait_for_line(process, "ready: serving")
+        body = {"prompt": "a", "max_tokens": 100, "stream": True}
+        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30) as response:
+            chunks = response.iter_text()
+            next(chunks)
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)  # a second one changes nothing
+            events = "".join(chunks).split("\n\n")
+        process.communicate(timeout=30)
     assert process.returncode == 0
-    assert time.monotonic() - asked < 10, "loading sleeps for 60 s, and nothing may wait for it"
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert ending in events[-3]
