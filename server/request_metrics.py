@@ -28,6 +28,7 @@ class ChoiceRecord:
         if is_first:
             self._metrics.prompt_tokens.inc(num_prompt_tokens)
             self._metrics.prompt_tokens_cached.inc(output.num_cached_tokens)
+            self._observe_start(output.timings)
         if output.token_ids:
             if self._first is None:
                 self._first = now
@@ -36,22 +37,21 @@ class ChoiceRecord:
                 self._metrics.inter_token_latency.observe(now - self._last)
             self._last = now
             self._num_tokens += len(output.token_ids)
-        if output.timings is not None:
-            self._observe_timings(output.timings)
 
-    def _observe_timings(self, timings: RequestTimings) -> None:
-        metrics = self._metrics
-        if timings.first_scheduled is not None:
-            metrics.queue_seconds.observe(timings.first_scheduled - timings.arrival)
-            if timings.first_token is not None:
-                metrics.prefill_seconds.observe(timings.first_token - timings.first_scheduled)
-        if timings.first_token is not None and timings.finished is not None:
-            metrics.decode_seconds.observe(timings.finished - timings.first_token)
+    def _observe_start(self, timings: RequestTimings) -> None:
+        assert timings.first_scheduled is not None
+        assert timings.first_token is not None
+        self._metrics.queue_seconds.observe(timings.first_scheduled - timings.arrival)
+        self._metrics.prefill_seconds.observe(timings.first_token - timings.first_scheduled)
 
     def finished(self, finish_reason: str, num_choices: int) -> None:
+        """A choice ended, by a stop string perhaps, which the engine knows nothing of."""
         self._metrics.choices.labels(finish_reason).inc(num_choices)
-        if self._first is not None and self._num_tokens > 1:
-            self._metrics.time_per_output_token.observe((self._last - self._first) / (self._num_tokens - 1))
+        if self._first is not None:
+            seconds = self._last - self._first
+            self._metrics.decode_seconds.observe(seconds)
+            if self._num_tokens > 1:
+                self._metrics.time_per_output_token.observe(seconds / (self._num_tokens - 1))
 
 
 class RequestRecord:

@@ -136,5 +136,7 @@ class EngineCore:
 
     def _after_change(self) -> None:
         self.scheduler.write_stats()
-        if self._debug_invariants or not self.has_work:
+        if self._debug_invariants:
             self.scheduler.check_invariants()
+        elif not self.has_work:
+            self.scheduler.check_idle()

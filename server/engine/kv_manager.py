@@ -8,6 +8,7 @@ import hashlib
 from array import array
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 
 from model.kv_cache_spec import KVCacheSpec
 from server.engine.block_pool import NULL_BLOCK, BlockPool
@@ -69,12 +70,24 @@ class KVCacheManager:
                 break
             global_blocks.append(block)
         longest = len(global_blocks)
-        pending = longest < limit and self._in_flight[hashes[longest]] > 0
+        pending = longest < limit and hashes[longest] in self._in_flight
+        request.awaited_block = self._last_in_flight(hashes[longest:limit]) if pending else None
         count = self._longest_local_hit(hashes, longest)
         first = self.spec.first_local_block(count * self.block_size)
         local_blocks = [self._find_local(content_hash) for content_hash in hashes[first:count]]
         limited_by = "local" if count < longest else "global" if longest < limit else None
         return PrefixHit(count * self.block_size, global_blocks[:count], local_blocks, limited_by, pending)
+
+    def _last_in_flight(self, hashes: list[bytes]) -> bytes:
+        """Of blocks that begin with one in flight, the last in an unbroken row of such: blocks of a sequence land in order."""
+        for content_hash, following in pairwise(hashes):
+            if following not in self._in_flight:
+                return content_hash
+        return hashes[-1]
+
+    def still_waits(self, request: Request) -> bool:
+        """Whether ``find_hit`` would say pending again: cheap, for the many copies of one long prompt that wait in every step."""
+        return request.awaited_block is not None and request.awaited_block in self._in_flight
 
     def _longest_local_hit(self, hashes: list[bytes], longest: int) -> int:
         """Largest count <= longest such that every local block in [first_local_block(count * B), count) is held."""
@@ -209,10 +222,14 @@ class KVCacheManager:
             assert NULL_BLOCK not in tables.local_blocks[tables.num_recycled :], "a local table has a hole inside the window"
             assert len(tables.local_blocks) == len(tables.global_blocks)
         if not self.tables:
-            assert not self._in_flight, "blocks are announced while nothing runs"
-            assert not self._in_flight_of
-            assert self.global_pool.num_used == 0, "global blocks are held while nothing runs"
-            assert self.local_pool.num_used == 0, "local blocks are held while nothing runs"
+            self.check_idle()
+
+    def check_idle(self) -> None:
+        """Assert that both pools are wholly free, as they must be when no request runs."""
+        assert not self._in_flight, "blocks are announced while nothing runs"
+        assert not self._in_flight_of
+        assert self.global_pool.num_used == 0, "global blocks are held while nothing runs"
+        assert self.local_pool.num_used == 0, "local blocks are held while nothing runs"
 
 
 def hash_block(parent: bytes, content: bytes) -> bytes:

@@ -51,7 +51,7 @@ class RequestTimings:
 
 @dataclass(slots=True)
 class TokenOutput:
-    """What one engine step yielded for one request. The last one has ``finish_reason`` set and carries the timings.
+    """What one engine step yielded for one request. The last one has ``finish_reason`` set.
 
     A stop token is included in ``token_ids`` and named in ``stop_token_id``, so that the text can leave it out; it counts as a
     generated token. With max_tokens 0 there is exactly one output, without tokens, finish_reason "length".
@@ -61,9 +61,9 @@ class TokenOutput:
     logprobs: list[TokenLogprobs]
     prompt_logprobs: list[TokenLogprobs] | None  # first output only; entry i is for prompt token i + 1
     num_cached_tokens: int
+    timings: RequestTimings  # the request's own: they go on changing until it ends
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    timings: RequestTimings | None = None
 
 
 class RequestStatus(Enum):
@@ -86,6 +86,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks, as far as they were needed
     num_published_blocks: int = 0
+    awaited_block: bytes | None = None  # hash of the last block of its prefix that a running request is going to compute
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     has_output: bool = False  # something was already delivered to the client
     admitted: bool = False  # was running at least once

@@ -156,6 +156,8 @@ class Scheduler:
         for request in list(self.waiting):
             if used >= budget or len(self.running) >= self.config.max_num_seqs:
                 break
+            if self.kv.still_waits(request):
+                continue
             hit = self.kv.find_hit(request)
             if hit.pending:
                 continue  # a running request computes the next block of this very prefix: wait for it, compute it once
@@ -237,6 +239,7 @@ class Scheduler:
             num_cached_tokens=request.num_cached_tokens,
             finish_reason=reason,
             stop_token_id=stop_token_id,
+            timings=request.timings,
         )
         if not request.has_output:
             request.has_output = True
@@ -245,7 +248,6 @@ class Scheduler:
                 output.prompt_logprobs = request.prompt_logprobs
         if reason is not None:
             self._finish(request)
-            output.timings = request.timings
         return output
 
     def _finish_reason(self, request: Request) -> tuple[FinishReason | None, int | None]:
@@ -276,6 +278,12 @@ class Scheduler:
         self.stats.num_waiting = len(self.waiting)
         self.stats.oldest_waiting_arrival = min((r.timings.arrival for r in self.waiting), default=None)
         self.kv.write_stats(self.stats)
+
+    def check_idle(self) -> None:
+        """Assert that nothing is held while nothing runs. Quick whatever the size of the pools: it delays an answer's end."""
+        assert not self.has_work
+        assert not self.kv.tables, "block tables are left while nothing runs"
+        self.kv.check_idle()
 
     def check_invariants(self) -> None:
         assert set(self.kv.tables) == {request.request_id for request in self.running}

@@ -84,6 +84,16 @@ def test_generated_tokens_and_requests_add_up(server: LiveServer) -> None:
     assert outcomes() - counted == 6
 
 
+@pytest.mark.parametrize("options", [{"max_tokens": 6}, {"max_tokens": 40, "stop": ["e"]}, {"max_tokens": 0}])
+def test_phases_are_measured_however_a_request_ends(server: LiveServer, options: dict[str, object]) -> None:
+    phases = ("queue", "prefill", "decode")
+    before = [server.metric(f"request_{phase}_seconds_count") for phase in phases]
+    server.complete(prompt="a", temperature=0, **options)
+    after = [server.metric(f"request_{phase}_seconds_count") for phase in phases]
+    decodes = 1 if options["max_tokens"] else 0
+    assert [b - a for a, b in zip(before, after, strict=True)] == [1, 1, decodes]
+
+
 def test_the_number_of_series_does_not_depend_on_what_clients_send(server: LiveServer) -> None:
     def warm_up() -> None:
         server.client.request("BREW", "/x0")
