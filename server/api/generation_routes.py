@@ -31,7 +31,7 @@ from server.request_metrics import RequestRecord
 from server.state import ServerState
 
 IGNORED_HEADER = "x-gemserve-ignored-parameters"
-_HEADER_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
+_HEADER_UNSAFE = re.compile(r"[^][A-Za-z0-9_.-]")
 _MAX_HEADER_CHARACTERS = 1000
 
 Body = TypeVar("Body", bound=GenerationRequest)
@@ -119,7 +119,7 @@ async def _counted(state: ServerState, endpoint: str, record: RequestRecord) -> 
 def _ignored_header(names: tuple[str, ...]) -> dict[str, str]:
     if not names:
         return {}
-    safe = (_HEADER_UNSAFE.sub("?", name[:64]) for name in names)
+    safe = (_HEADER_UNSAFE.sub("?", name[:128]) for name in names)
     return {IGNORED_HEADER: ", ".join(safe)[:_MAX_HEADER_CHARACTERS]}
 
 

@@ -2,7 +2,7 @@
 ApiError in OpenAI's shape that names the field by its dotted path; messages stay short whatever was sent."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -70,25 +70,28 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def parse_request(model: type[Model], body: dict[str, Any], *, strict_params: bool) -> ParsedRequest[Model]:
-    """Check types and ranges. Unknown fields are refused under ``strict_params`` and reported as ignored otherwise."""
+    """Check types and ranges. Unknown fields, at any depth, are refused under ``strict_params`` and reported as ignored
+    otherwise."""
     body = remove_unsupported(body, model.model_fields)
     body = {name: value for name, value in body.items() if value is not None}  # null means the default: the same as absent
-    ignored = list(body.keys() & FIELDS_WITHOUT_MEANING)
-    if not strict_params:
-        unknown = body.keys() - model.model_fields.keys()
-        ignored += unknown
-        body = {name: value for name, value in body.items() if name not in unknown}
+    ignored = body.keys() & FIELDS_WITHOUT_MEANING
     try:
-        return ParsedRequest(model.model_validate(body), tuple(sorted(ignored)))
-    except ValidationError as error:
-        raise api_error(error) from None
+        try:
+            checked = model.model_validate(body)
+        except ValidationError as error:
+            problems = error.errors(include_url=False)
+            others = [item for item in problems if item["type"] != "extra_forbidden"]
+            if strict_params or others:
+                raise api_error(problems if strict_params else others) from None
+            ignored |= {_path(item) for item in problems}
+            checked = model.model_validate(body, extra="ignore")
     except RecursionError:
         raise invalid_request("The request body is nested too deeply.") from None
+    return ParsedRequest(checked, tuple(sorted(ignored)))
 
 
-def api_error(error: ValidationError) -> ApiError:
-    """The first problem decides code and param; a few more follow in the message."""
-    found = error.errors(include_url=False)
+def api_error(found: Sequence[Mapping[str, Any]]) -> ApiError:
+    """Of pydantic's problems, the first decides code and param; a few more follow in the message."""
     first = found[0]
     message = _sentence(first)
     if len(found) > 1:
