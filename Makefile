@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: run test lint format docs bench clean
+.PHONY: run test lint format docs bench soak clean
 
 run: .venv/demo.stamp
 	$(BIN)/gemserve serve --host 127.0.0.1 --port 8000 $(ARGS)
@@ -31,6 +31,9 @@ docs: .venv/demo.stamp
 
 bench: .venv/demo.stamp
 	$(BIN)/gemserve bench $(BENCH_URL) $(ARGS)
+
+soak: .venv/test.stamp
+	$(BIN)/python -m tests.soak --seconds 600 $(ARGS)
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
