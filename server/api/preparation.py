@@ -127,9 +127,9 @@ def _encode_prompt(tokenizer: Tokenizer, prompt: str | list[int], wants_text: bo
     """Text gets one BOS; ids are used as they are."""
     if isinstance(prompt, str):
         return EncodedPrompt(tokenizer.encode(prompt), prompt)
-    if min(prompt) < 0 or max(prompt) >= tokenizer.num_tokens:
-        wrong = next(token_id for token_id in prompt if not 0 <= token_id < tokenizer.num_tokens)
-        raise _unknown_token("prompt", wrong, tokenizer.num_tokens)
+    if min(prompt) < 0 or max(prompt) >= tokenizer.num_known_tokens:
+        wrong = next(token_id for token_id in prompt if not 0 <= token_id < tokenizer.num_known_tokens)
+        raise _unknown_token("prompt", wrong, tokenizer.num_known_tokens)
     return EncodedPrompt(prompt, tokenizer.decode(prompt) if wants_text else "")
 
 
@@ -211,17 +211,19 @@ def _sampling(
     if top_p == 0.0:  # the smallest set that reaches a probability of 0: the likeliest token
         top_p, top_k = 1.0, 1
     tokenizer = loaded.tokenizer
+    biases = [(int(key), bias) for key, bias in (body.logit_bias or {}).items()]
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=float(temperature),
         top_p=float(top_p),
-        top_k=min(int(top_k), tokenizer.num_tokens),
+        top_k=min(int(top_k), tokenizer.num_known_tokens),
         min_p=body.min_p or 0.0,
         seed=seed,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
-        logit_bias=tuple(sorted((int(key), bias) for key, bias in (body.logit_bias or {}).items())),
+        # An id that the head has and the tokenizer has not is never drawn: nothing to push or to wait for.
+        logit_bias=tuple(sorted((token_id, bias) for token_id, bias in biases if token_id < tokenizer.num_known_tokens)),
         stop_token_ids=stop_token_ids(tokenizer, body),
         min_tokens=min_tokens,
         logprobs=logprobs,
@@ -231,7 +233,7 @@ def _sampling(
 
 def stop_token_ids(tokenizer: Tokenizer, body: GenerationRequest) -> frozenset[int]:
     """The model's end tokens, the end of a turn and the request's own; with ignore_eos the last alone. On both endpoints."""
-    own = frozenset(body.stop_token_ids or ())
+    own = frozenset(token_id for token_id in body.stop_token_ids or () if token_id < tokenizer.num_known_tokens)
     if body.ignore_eos:
         return own
     end_of_turn = () if tokenizer.end_of_turn_id is None else (tokenizer.end_of_turn_id,)

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model.errors import ConfigError
@@ -57,6 +58,13 @@ class _Phases:
             self._report(name)
 
 
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {file} is not readable text: {error}") from None
+
+
 def load_engine(
     settings: Settings, report_phase: Callable[[str], None] = lambda phase: None, checkpoint: "Checkpoint | None" = None
 ) -> LoadedEngine:
@@ -65,21 +73,26 @@ def load_engine(
     phases.enter("import")
     from model.checkpoint import open_checkpoint
     from model.runner import ModelRunner
+    from server.text.chat_template import ChatTemplateError
     from server.text.tokenizer import Tokenizer
 
     phases.enter("checkpoint")
     if checkpoint is None:
         checkpoint = open_checkpoint(settings.model, cache_dir=settings.cache_dir)
     phases.enter("tokenizer")
-    chat_template = settings.chat_template.read_text() if settings.chat_template is not None else checkpoint.chat_template
     config = checkpoint.config
-    tokenizer = Tokenizer.from_file(
-        checkpoint.tokenizer_file,
-        vocab_size=config.vocab_size,
-        bos_token_id=config.bos_token_id,
-        eos_token_ids=config.eos_token_ids,
-        chat_template=chat_template,
-    )
+    try:
+        tokenizer = Tokenizer.from_file(
+            checkpoint.tokenizer_file,
+            vocab_size=config.vocab_size,
+            bos_token_id=config.bos_token_id,
+            eos_token_ids=config.eos_token_ids,
+            chat_template=checkpoint.chat_template if settings.chat_template is None else _read(settings.chat_template),
+        )
+    except ChatTemplateError as error:
+        raise ConfigError(f"{settings.chat_template or checkpoint.name}: {error}") from None
+    if tokenizer.uses_builtin_chat_template:
+        logger.info("the model has no chat template: chats use the built-in one of Gemma 3; --chat-template takes another one")
     phases.enter("weights")
     runner = ModelRunner.load(
         checkpoint,
@@ -87,7 +100,8 @@ def load_engine(
         device=settings.device,
         block_size=settings.block_size,
         num_threads=settings.num_threads,
-        num_valid_tokens=tokenizer.num_tokens,
+        quantization=settings.quantization,
+        num_valid_tokens=tokenizer.num_known_tokens,
     )
     name, weight_format, fingerprint = checkpoint.name, checkpoint.weight_format, checkpoint.fingerprint
     default_sampling = dict(checkpoint.default_sampling)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import tokenizers
 
+from model.errors import CheckpointError
 from server.text.chat_template import ChatMessage, ChatTemplate, ControlLiterals
 from server.text.detokenizer import Detokenizer
 
@@ -17,12 +18,12 @@ _RESERVED_LITERAL = re.compile(r"<unused\d+>|<mask>|\[multimodal\]|<(?:start|end
 _SPACE_MARK = "\u2581"
 
 
-class TokenizerError(Exception):
+class TokenizerError(CheckpointError):
     """A tokenizer file that is damaged, not understood, or does not fit the model. The text names the file."""
 
 
 class Tokenizer:
-    """`num_tokens` is the model's vocabulary size; ids the tokenizer does not know stand for no text."""
+    """`num_tokens` is the model's vocabulary size. From `num_known_tokens` on no id has a token: a head may have more rows."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class Tokenizer:
         if self._plain.get_vocab_size() > vocab_size:
             raise TokenizerError(f"it has {self._plain.get_vocab_size()} tokens, but the model has only {vocab_size}")
         self._entries = self._build_entries(control)
+        self.num_known_tokens = 1 + max(token_id for token_id, entry in enumerate(self._entries) if entry is not None)
         self._literals = ControlLiterals(self._control_literals)
         self._chat_template = ChatTemplate(chat_template)
 
