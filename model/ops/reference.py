@@ -198,12 +198,12 @@ class ReferenceOps(Ops):
                 token_ids[row, :k] = torch.cat((above, equal))
         token_ids = token_ids[:, :k].sort(dim=-1).values
         values, order = logits.gather(1, token_ids).sort(dim=-1, descending=True, stable=True)
-        log_total = ((logits - values[:, :1]) / temperature[:, None]).exp().sum(dim=-1).log()
+        relative = (logits - values[:, :1]).div_(temperature[:, None])
+        log_total = relative.exp_().sum(dim=-1).log()
         return Candidates(values, token_ids.gather(1, order), log_total)
 
     def draw(self, logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature[:, None]  # log of probability over the likeliest's
-        weights = scaled.exp()
+        weights = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature[:, None]).exp_()  # relative to the likeliest
         weights.masked_fill_(weights < min_p[:, None], 0.0)
         return inverse_cdf(weights, uniform)
 
