@@ -17,7 +17,7 @@ constexpr int64_t QUERY_TILE = 16, SMALL_QUERY_TILE = 4;
 struct Scratch {
   std::vector<float> query, scores, split_values, values;
   std::vector<RowState> states, split_states;
-  int64_t k_offsets[SPLIT], v_offsets[SPLIT];
+  int64_t k_offsets[SPLIT + AHEAD + 1] = {}, v_offsets[SPLIT + AHEAD + 1] = {};
 };
 
 class Attention {
@@ -103,7 +103,10 @@ class Attention {
 
   template <class T>
   void run_item(const Item& item) {
-    thread_local Scratch scratch;
+    thread_local Scratch own;
+    Scratch* address = &own;
+    asm("" : "+r"(address));  // else the inner loops look the thread's own address up again and again
+    Scratch& scratch = *address;
     const int64_t rows = item.num_queries * group, padded = ceil_div(rows, ROW_TILE) * ROW_TILE;
     scratch.query.resize(padded * a.head_dim);
     scratch.split_values.resize(padded * a.head_dim);

@@ -13,6 +13,7 @@ namespace gemserve {
 
 constexpr int64_t SPLIT = 256;    // keys of a split: its scores are normalised together, splits are merged in ascending order
 constexpr int64_t KEY_TILE = 16;  // keys that stay in the first-level cache while all rows of an item pass over them
+constexpr int64_t AHEAD = KEY_TILE;  // keys between a use and its prefetch; what lies beyond a split's keys is prefetched in vain
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
 // Laid out as the caller packs it (model/ops/cpu.py): 64-bit fields only.
@@ -61,14 +62,17 @@ INLINE void score_keys(const float* query, const T* cache, const int64_t* offset
   int64_t key = first;
   for (; key + 2 <= last; key += 2) {
     const T *one = cache + offsets[key], *two = cache + offsets[key + 1];
+    const T *next_one = cache + offsets[key + AHEAD], *next_two = cache + offsets[key + AHEAD + 1];
     vf sums[ROWS][2];
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = zero();
     for (int64_t d = 0; d < head_dim; d += W) {
+      prefetch(next_one + d);
+      prefetch(next_two + d);
       const vf a = load(one + d), b = load(two + d);
 #pragma GCC unroll 4
       for (int r = 0; r < ROWS; ++r) {
-        const vf q = load(query + r * head_dim + d);
+        const vf q = in_register(load(query + r * head_dim + d));
         sums[r][0] = fma(q, a, sums[r][0]);
         sums[r][1] = fma(q, b, sums[r][1]);
       }
@@ -102,6 +106,7 @@ INLINE void add_values_at(const float* weights, const T* cache, const int64_t* o
     for (int i = 0; i < VECTORS; ++i) sums[r][i] = load(values + r * head_dim + d + i * W);
   for (int64_t key = first; key < last; ++key) {
     const T* from = cache + offsets[key] + d;
+    prefetch(cache + offsets[key + AHEAD] + d);
 #pragma GCC unroll 2
     for (int i = 0; i < VECTORS; ++i) {
       const vf v = load(from + i * W);

@@ -128,6 +128,13 @@ INLINE vi pair_dot(vi sum, vi a, vi b) {  // each lane: sum + a.low * b.low + a.
 
 #endif
 
+INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+// Keeps a loaded value in a register: the compiler would rather load it again for each use.
+INLINE vf in_register(vf v) {
+  asm("" : "+v"(v));
+  return v;
+}
+
 INLINE float widen(bf16 x) {
   const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
   float result;
