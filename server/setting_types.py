@@ -38,7 +38,9 @@ def text(value: object) -> str:
 def texts(value: object) -> tuple[str, ...]:
     """A list, or text with commas between the elements."""
     if isinstance(value, str):
-        value = [part.strip() for part in value.split(",") if part.strip()]
+        given, value = value, [part.strip() for part in value.split(",") if part.strip()]
+        if not value:  # not the same as no value: a key that is only commas must not open the server to all
+            raise ValueError(f"expected texts separated by commas, got {given!r}")
     if not isinstance(value, (list, tuple)):
         raise ValueError(f"expected a list of texts, got {value!r}")
     return tuple(text(element) for element in value)

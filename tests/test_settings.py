@@ -63,6 +63,7 @@ def test_wrong_sizes_are_refused(text: object) -> None:
         ([], {"GEMSERVE_PORT": "70000"}, "GEMSERVE_PORT: expected an integer from 0 to 65535"),
         ([], {"GEMSERVE_PORT": "tcp://10.0.0.1:8000"}, "enableServiceLinks"),
         ([], {"GEMSERVE_PREFIX_CACHING": "maybe"}, "GEMSERVE_PREFIX_CACHING: expected true or false"),
+        ([], {"GEMSERVE_API_KEY": " , "}, "GEMSERVE_API_KEY: expected texts separated by commas"),
         (["--dtype", "float16"], {}, "--dtype: 'float16' is not supported: Gemma 3 overflows"),
         (["--quantization", "int8"], {}, "--quantization: expected one of auto, none"),
         (["--device", "tpu"], {}, "--device: expected one of auto, cpu, cuda"),

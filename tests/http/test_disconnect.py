@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -86,6 +87,28 @@ def test_while_queued(slow_server: LiveServer, stream: bool) -> None:
         slow_server.wait_for(lambda: slow_server.metric("requests_waiting") == 0, seconds=1.0)
         assert slow_server.metric("requests_running") == 2
     assert_idle_within_a_second(slow_server)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_while_its_prompt_is_encoded(slow_server: LiveServer, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    tokenizer = slow_server.app.state.server.loaded.tokenizer
+    encode = tokenizer.encode
+
+    def slow_encode(text: str) -> list[int]:
+        begun.set()
+        assert go_on.wait(10)
+        ids: list[int] = encode(text)
+        return ids
+
+    monkeypatch.setattr(tokenizer, "encode", slow_encode)
+    before, started = disconnects(slow_server), slow_server.metric("prompt_tokens_total")
+    with open_request(slow_server, {"prompt": "a", "max_tokens": 4000, "stream": stream}):
+        assert begun.wait(10)
+    go_on.set()
+    slow_server.wait_for(lambda: disconnects(slow_server) == before + 1, seconds=1.0)
+    assert_idle_within_a_second(slow_server)
+    assert slow_server.metric("prompt_tokens_total") == started
 
 
 def test_in_an_unstreamed_call(slow_server: LiveServer) -> None:
