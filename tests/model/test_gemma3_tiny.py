@@ -9,6 +9,7 @@ from model.config import SIZES
 from model.errors import CheckpointError
 from model.gemma3 import Gemma3
 from model.layers import RotaryEmbedding
+from model.ops import select_ops
 from model.ops.reference import ReferenceOps
 from tests.model.harness import Harness, TestSequence, assert_close
 from tests.model.tiny_models import (
@@ -20,15 +21,17 @@ from tests.model.tiny_models import (
     random_model,
     random_prompt,
     random_tensors,
+    reference_ops,
 )
 
 # Two float32 implementations that sum in different orders differ by about 1e-5 on logits of this size.
 TOLERANCE = 1e-4
 
 
+@pytest.mark.parametrize("backend", ["reference", "selected"])
 @pytest.mark.parametrize("name", TINY_NAMES)
-def test_logits_equal_those_of_transformers(name: str) -> None:
-    model = load_tiny(name)
+def test_logits_equal_those_of_transformers(name: str, backend: str) -> None:
+    model = load_tiny(name, reference_ops() if backend == "reference" else select_ops(torch.device("cpu"), torch.float32))
     token_ids, expected = expected_logits(name)
     assert len(token_ids) > 4 * model.config.sliding_window
     logits = Harness(model, model.ops, block_size=8, num_tokens=64).all_logits(token_ids)

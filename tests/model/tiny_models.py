@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from model.checkpoint import open_checkpoint
 from model.config import Gemma3Config, layer_pattern
 from model.gemma3 import Gemma3
-from model.ops import select_ops
+from model.ops import Ops
+from model.ops.reference import ReferenceOps
 
 TINY_FOLDER = Path(__file__).parent.parent / "golden" / "tiny"
 TINY_NAMES = sorted(path.name for path in TINY_FOLDER.iterdir() if path.is_dir())
@@ -30,12 +31,16 @@ CONFIG = Gemma3Config(
 )
 
 
-def load_tiny(name: str, num_valid_tokens: int | None = None) -> Gemma3:
+def reference_ops(dtype: torch.dtype = torch.float32) -> Ops:
+    """The specification, whatever faster backend this machine has."""
+    return ReferenceOps(torch.device("cpu"), dtype)
+
+
+def load_tiny(name: str, ops: Ops | None = None) -> Gemma3:
     """A committed checkpoint in float32."""
     checkpoint = open_checkpoint(str(TINY_FOLDER / name), progress=False)
-    ops = select_ops(torch.device("cpu"), torch.float32)
     with torch.inference_mode():
-        model = Gemma3(checkpoint.config, ops, num_valid_tokens or checkpoint.config.vocab_size)
+        model = Gemma3(checkpoint.config, ops or reference_ops(), checkpoint.config.vocab_size)
         model.load_weights(checkpoint.tensors())
     checkpoint.close()
     return model
@@ -59,7 +64,7 @@ def random_tensors(model: Gemma3, seed: int = 0) -> dict[str, torch.Tensor]:
 
 def random_model(config: Gemma3Config = CONFIG, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Gemma3:
     with torch.inference_mode():
-        model = Gemma3(config, select_ops(torch.device("cpu"), dtype), config.vocab_size)
+        model = Gemma3(config, reference_ops(dtype), config.vocab_size)
         model.load_weights(random_tensors(model, seed).items())
     return model
 
