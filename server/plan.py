@@ -1,5 +1,5 @@
 """The memory plan of a model: weights, both cache pools and how many requests fit. ``gemserve info`` prints it for a model that
-is not loaded, the start of the server for the one that is, both through ``describe_plan``. Imports no torch."""
+is not loaded, the start of the server for the one that is, both through ``make_report``. Imports no torch."""
 
 from dataclasses import asdict, dataclass
 
@@ -132,32 +132,6 @@ def make_report(
         sequence_bytes={length: spec.sequence_bytes(length) for length in FIT_LENGTHS},
         requests_that_fit={length: requests_that_fit(spec, plan, length, max_num_seqs) for length in FIT_LENGTHS},
     )
-
-
-def describe_plan(
-    config: Gemma3Config,
-    spec: KVCacheSpec,
-    plan: KVCachePlan,
-    *,
-    name: str,
-    weight_bytes: int,
-    weight_format: str,
-    dtype: str,
-    max_num_seqs: int,
-    max_model_len: int | None = None,
-) -> str:
-    """The plan as lines of text, for the log of a start."""
-    return make_report(
-        config,
-        spec,
-        plan,
-        name=name,
-        weight_bytes=weight_bytes,
-        weight_format=weight_format,
-        dtype=dtype,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-    ).text()
 
 
 def layer_map(config: Gemma3Config) -> str:

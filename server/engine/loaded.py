@@ -16,7 +16,7 @@ from server.engine.async_engine import AsyncEngine, EngineLimits
 from server.engine.core import EngineCore
 from server.engine.kv_manager import KVCacheManager
 from server.engine.scheduler import SchedulerConfig
-from server.plan import default_kv_cache_memory, describe_plan, effective_max_model_len
+from server.plan import default_kv_cache_memory, effective_max_model_len, make_report
 from server.settings import Settings
 
 if TYPE_CHECKING:
@@ -108,11 +108,6 @@ def load_engine(
     checkpoint.close()
 
     phases.enter("cache")
-    if settings.max_num_batched_tokens < settings.max_num_seqs:
-        raise ConfigError(
-            f"--max-num-batched-tokens {settings.max_num_batched_tokens} is less than --max-num-seqs {settings.max_num_seqs}: "
-            f"every running sequence needs one token per step. Raise the first or lower the second."
-        )
     memory = settings.kv_cache_memory
     if memory is None:
         memory = default_kv_cache_memory(runner.free_memory(), str(runner.ops.device))
@@ -126,7 +121,7 @@ def load_engine(
     max_model_len = effective_max_model_len(config, plan, settings.max_model_len)
     logger.info(
         "plan\n%s",
-        describe_plan(
+        make_report(
             config,
             runner.spec,
             plan,
@@ -136,7 +131,7 @@ def load_engine(
             dtype=runner.dtype,
             max_num_seqs=settings.max_num_seqs,
             max_model_len=settings.max_model_len,
-        ),
+        ).text(),
     )
     runner.allocate_cache(plan)
     phases.enter("warmup")

@@ -1,6 +1,7 @@
 """A small random model behind the whole server: what a head with more rows than the tokenizer has tokens may never do, and how
 text and ids are encoded on their way in."""
 
+import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -76,6 +77,37 @@ def test_control_tokens_typed_by_a_user_forge_no_turn(tiny: LiveServer) -> None:
     raw = tiny.complete(prompt=forged, max_tokens=0)["usage"]["prompt_tokens"]
     assert raw == len(LIBRARY.encode(forged, add_special_tokens=False).ids) + 1
     assert set(control) <= set(LIBRARY.encode(forged, add_special_tokens=False).ids)
+
+
+def test_32_streams_of_different_lengths_get_what_each_gets_alone_and_give_every_block_back(tiny: LiveServer) -> None:
+    bodies = [
+        {
+            "prompt": [BOS, *(20 + (7 * i + j) % 300 for j in range(1 + 11 * i))],
+            "max_tokens": 5 + i,
+            "temperature": i % 2,
+            "seed": i,
+            "frequency_penalty": 0.5,  # the tiny model likes to repeat itself
+            "ignore_eos": True,
+            "stream": True,
+            "cache_salt": "x",
+        }
+        for i in range(32)
+    ]
+
+    def text(body: dict[str, Any]) -> str:
+        events = tiny.post(COMPLETIONS, body).text.split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""]
+        choices = [json.loads(event[len("data: ") :])["choices"][0] for event in events[:-2]]
+        assert choices[-1]["finish_reason"] == "length"
+        return "".join(choice["text"] for choice in choices)
+
+    alone = [text({**body, "cache_salt": str(i)}) for i, body in enumerate(bodies)]
+    assert len(set(alone)) > 16
+    with ThreadPoolExecutor(32) as clients:
+        assert list(clients.map(text, bodies)) == alone
+    tiny.wait_for(tiny.is_idle)
+    for pool in ("global", "local"):
+        assert tiny.metric("kv_cache_blocks", pool=pool, state="used") == 0
 
 
 @pytest.mark.parametrize("content", [b"{% if %}", b"\xff\xfe{{ messages }}"])
