@@ -18,7 +18,7 @@ from tests.tiny import write_tiny_folder
 
 ROOT = Path(__file__).parent.parent.parent
 BLOCK_SIZE = 16
-CACHE_TOKENS = 768
+CACHE_TOKENS = 640
 MAX_NUM_SEQS = 16
 MAX_NUM_BATCHED_TOKENS = 128
 

@@ -14,7 +14,10 @@ from tests.soak.server_process import CACHE_TOKENS, Samples, ServerProcess
 from tests.soak.workload import Job, Workload, steady_prompts
 
 NUM_CLIENTS = 24
-ROUND_SECONDS = 8.0
+ROUND_SECONDS = 15.0
+MAX_TOKENS = 100
+# Short answers, many requests: what a process comes to hold (arenas, garbage between full collections) depends on their number.
+WARM_UP_MAX_TOKENS = 6
 IDLE_SECONDS = 5.0
 MAX_MEMORY_GROWTH = 0.02
 # Below this margin between the two likeliest tokens the rounding of another batch may decide.
@@ -76,10 +79,10 @@ class Soak:
         """Raises AssertionError with the first thing found wrong."""
         await self._learn_steady_answers()
         self.server.new_records()
-        await self._rounds("warm-up", warm_up_seconds)
+        await self._rounds("warm-up", warm_up_seconds, WARM_UP_MAX_TOKENS)
         start = self.server.samples()
         self.summary = Summary(self.seed, memory_before=self.server.resident_bytes)
-        await self._rounds("load", seconds)
+        await self._rounds("load", seconds, MAX_TOKENS)
         end = self.server.samples()
         summary = self.summary
         summary.memory_after = self.server.resident_bytes
@@ -101,17 +104,22 @@ class Soak:
                 self.steady.append((body, answer))
         assert len(self.steady) >= 3, "too few answers to repeat"
 
-    async def _rounds(self, name: str, seconds: float) -> None:
+    async def _rounds(self, name: str, seconds: float, max_tokens: int) -> None:
         """Rough and calm rounds in turn, an even number of about ROUND_SECONDS each."""
         count = 2 * max(1, round(seconds / ROUND_SECONDS / 2))
         for index in range(count):
-            await self._round(f"{self.seed}-{name}-{index}", seconds / count, calm=index % 2 == 1)
+            await self._round(f"{self.seed}-{name}-{index}", seconds / count, max_tokens, calm=index % 2 == 1)
 
-    async def _round(self, name: str, seconds: float, *, calm: bool) -> None:
+    async def _round(self, name: str, seconds: float, max_tokens: int, *, calm: bool) -> None:
         before = self.server.samples()
         deadline = time.monotonic() + seconds
         async with asyncio.TaskGroup() as group:
-            clients = [group.create_task(self._client(f"{name}-{i}", deadline, calm=calm)) for i in range(NUM_CLIENTS)]
+            clients = [
+                group.create_task(
+                    self._client(f"{name}-{i}", deadline, Workload(f"{name}-{i}", calm=calm, max_tokens=max_tokens))
+                )
+                for i in range(NUM_CLIENTS)
+            ]
         after = await self._wait_until_idle()
         records = self.server.new_records()
         books = Books()
@@ -127,11 +135,10 @@ class Soak:
         self.summary.num_refused += sum(books.rejections.values())
         self.summary.generated_tokens += books.generated_tokens
 
-    async def _client(self, name: str, deadline: float, *, calm: bool) -> list[Entry]:
+    async def _client(self, name: str, deadline: float, workload: Workload) -> list[Entry]:
         """One request after the other until the deadline."""
         entries: list[Entry] = []
         choose = random.Random(name)
-        workload = Workload(name, calm=calm)
         while time.monotonic() < deadline:
             request_id = f"{name}-{len(entries)}"
             steady = choose.random() < 0.15

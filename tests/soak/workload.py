@@ -49,11 +49,13 @@ class Job:
 
 
 class Workload:
-    """One client's endless supply. ``calm``: nobody leaves, and every cached token can be known from the answers."""
+    """One client's endless supply, of answers up to ``max_tokens``. ``calm``: nobody leaves, and every cached token can be known
+    from the answers."""
 
-    def __init__(self, seed: str, *, calm: bool) -> None:
+    def __init__(self, seed: str, *, calm: bool, max_tokens: int) -> None:
         self._random = random.Random(seed)
         self._calm = calm
+        self._max_tokens = max_tokens
         shared = random.Random("prefixes")  # the same for all clients and rounds
         self._prefixes = [_ids(shared, length) for length in (16, 31, 32, 64, 100, 160)]
 
@@ -78,7 +80,7 @@ class Workload:
         if choose.random() < 0.15:
             body["prompt"] = " ".join(choose.choices(WORDS, k=choose.randint(1, 40)))
         else:
-            prompts = [self._prompt() for _ in range(choose.choice((1, 1, 1, 1, 2, 4)))]
+            prompts = [self._prompt() for _ in range(choose.choice((1, 1, 1, 1, 1, 2, 4)))]
             lengths = tuple(map(len, prompts))
             body["prompt"] = prompts[0] if len(prompts) == 1 and choose.random() < 0.8 else prompts
         if choose.random() < 0.4:
@@ -114,9 +116,9 @@ class Workload:
     def _parameters(self) -> dict[str, Any]:
         choose = self._random
         body: dict[str, Any] = {
-            "max_tokens": int(2 ** choose.uniform(0, 7.5)),
+            "max_tokens": int(self._max_tokens ** choose.uniform(0, 1)),
             "temperature": choose.choice((0, 0, 0.7, 1.0, 2.0)),
-            "n": choose.choice((1, 1, 1, 1, 2, 3)),
+            "n": choose.choice((1, 1, 1, 1, 1, 2, 3)),
             "ignore_eos": choose.random() < 0.5,
         }
         options: dict[str, Any] = {
