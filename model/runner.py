@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from tqdm import tqdm
 
-from model.batch import build_batch
+from model.batch import ForwardBatch, build_batch
 from model.config import Gemma3Config
 from model.errors import ConfigError
 from model.gemma3 import Gemma3
@@ -44,6 +44,13 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return DTYPES[dtype]
 
 
+def resolve_quantization(quantization: str, dtype: str) -> str:
+    """What a --quantization value means: "auto" is "none" where a --dtype asks for the weights as they are."""
+    if quantization not in ("auto", "none", "int8"):
+        raise ConfigError(f"--quantization {quantization} is not supported. Use int8, none or auto.")
+    return "none" if quantization == "auto" and dtype != "auto" else quantization
+
+
 class ModelRunner:
     """One model on one device. ``load`` or the constructor, then ``allocate_cache``, then ``run`` once per step."""
 
@@ -53,6 +60,7 @@ class ModelRunner:
         self.spec = spec
         self.ops = ops
         self.dtype = str(ops.dtype).removeprefix("torch.")
+        self.quantization = ops.quantization
         self.weight_bytes = model.weight_bytes
         self.sampler = Sampler(ops)
         self.cache: KVCache | None = None
@@ -66,13 +74,15 @@ class ModelRunner:
         device: str = "auto",
         block_size: int = 16,
         num_threads: int | None = None,
+        quantization: str = "none",
         progress: bool = True,
         num_valid_tokens: int | None = None,
     ) -> "ModelRunner":
         """Load the weights of a checkpoint, one tensor at a time; the cache comes later, once its size is known.
 
-        ``num_valid_tokens``: ids from here on have no token and are never sampled (a head may have more rows than the tokenizer
-        has tokens); all of the vocabulary when None. Raises ConfigError for settings and CheckpointError for files.
+        ``quantization`` is "auto", "none" or "int8". ``num_valid_tokens``: ids from here on have no token and are never sampled
+        (a head may have more rows than the tokenizer has tokens); all of the vocabulary when None. Raises
+        ConfigError for settings and CheckpointError for files.
         """
         target = _resolve_device(device)
         torch_dtype = resolve_dtype(dtype, target)
@@ -80,7 +90,7 @@ class ModelRunner:
         spec = config.kv_cache_spec(block_size, torch_dtype.itemsize)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        ops = select_ops(target, torch_dtype)
+        ops = select_ops(target, torch_dtype, resolve_quantization(quantization, dtype))
         num_valid_tokens = min(config.vocab_size, num_valid_tokens or config.vocab_size)
         with torch.inference_mode():
             model = Gemma3(config, ops, num_valid_tokens)
@@ -116,13 +126,21 @@ class ModelRunner:
         """Run one step; one result per chunk, in order."""
         if not chunks:
             return []
-        assert self.cache is not None, "allocate_cache() comes first"
-        batch = build_batch(chunks, self.spec, self.ops.device)
-        hidden = self.model(batch, self.cache)
+        batch, hidden = self._forward(chunks)
         results = [ChunkResult() for _ in chunks]
         self._score_prompts(hidden, chunks, batch.first_rows, results)
         self._sample(hidden, chunks, batch.first_rows, results)
         return results
+
+    @torch.inference_mode()
+    def hidden_states(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
+        """Final hidden states [n, h] of every token of the chunks, one chunk after the other; writes the cache like ``run``."""
+        return self._forward(chunks)[1]
+
+    def _forward(self, chunks: Sequence[SequenceChunk]) -> tuple[ForwardBatch, torch.Tensor]:
+        assert self.cache is not None, "allocate_cache() comes first"
+        batch = build_batch(chunks, self.spec, self.ops.device)
+        return batch, self.model(batch, self.cache)
 
     def _sample(
         self, hidden: torch.Tensor, chunks: Sequence[SequenceChunk], first_rows: Sequence[int], results: list[ChunkResult]

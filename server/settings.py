@@ -77,7 +77,10 @@ class Settings:
         dict.fromkeys(("float16", "half"), "Gemma 3 overflows in it. Use bfloat16 or float32."),
     )
     quantization: str = _choices(
-        "auto", ("auto", "none"), "Weights as they are served. Quantised checkpoints are expanded to --dtype when loaded."
+        "auto",
+        ("auto", "none", "int8"),
+        "Weights of linear layers as they are served, whatever the checkpoint's own form. none: in --dtype; int8: 8 bits in "
+        "groups of 32, on CPUs; auto: int8 on a CPU unless --dtype is given, else none.",
     )
     device: str = _choices("auto", ("auto", "cpu", "cuda"), "Where to compute. auto: a CUDA device when there is one.")
     tensor_parallel_size: int = _setting(1, integer(1), "Devices that share one model; only 1 is supported.", "N")

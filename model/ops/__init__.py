@@ -9,11 +9,16 @@ heads, B = block_size, V = vocabulary. "compute dtype" is float32 or bfloat16. E
 Everything runs under torch.inference_mode().
 """
 
+import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
+
+from model.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 LinearRole = Literal["qkv", "attention_output", "gate_up", "down", "head"]
 
@@ -69,6 +74,11 @@ class Ops(ABC):
     @abstractmethod
     def name(self) -> str:
         """Short name for logs."""
+
+    @property
+    def quantization(self) -> str:
+        """How linear weights are kept: "none" or "int8"."""
+        return "none"
 
     # -- linear layers ---------------------------------------------------------------------------------------------------------
 
@@ -174,8 +184,22 @@ class Ops(ABC):
         """
 
 
-def select_ops(device: torch.device, dtype: torch.dtype) -> Ops:
-    """The best backend for a device and compute dtype that works on this machine."""
+def select_ops(device: torch.device, dtype: torch.dtype, quantization: str = "none") -> Ops:
+    """The best backend for a device and compute dtype that works on this machine.
+
+    ``quantization``: "none" keeps weights as they are, "int8" rounds those of linear layers, "auto" does so where there is a
+    backend for it. Raises ConfigError when there is none for what was asked.
+    """
     from model.ops.reference import ReferenceOps
 
+    if device.type == "cpu":
+        from model.ops.cpu import CpuOps
+        from model.ops.cpu_build import BuildError
+
+        try:
+            return CpuOps(device, dtype, weights="exact" if quantization == "none" else "int8")
+        except BuildError as error:
+            logger.warning("The fast CPU kernels are not used: %s. Everything works, several times slower.", error)
+    if quantization == "int8":
+        raise ConfigError("--quantization int8 needs the compiled CPU kernels, which are not to be had here. Use none or auto.")
     return ReferenceOps(device, dtype)

@@ -72,6 +72,10 @@ class CpuOps(ReferenceOps):
     def name(self) -> str:
         return f"cpu ({'AVX-512' if self._width == 16 else 'AVX2'}, {self.weights} weights)"
 
+    @property
+    def quantization(self) -> str:
+        return "int8" if self.weights == "int8" else "none"
+
     # -- linear layers ---------------------------------------------------------------------------------------------------------
 
     def pack_linear(self, weight: torch.Tensor, role: LinearRole, *, shared: bool = False) -> LinearWeight:

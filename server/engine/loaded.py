@@ -153,7 +153,7 @@ def load_engine(
             "model": names[0],
             "architecture": "Gemma3ForCausalLM",
             "dtype": runner.dtype,
-            "quantization": "none",
+            "quantization": runner.quantization,
             "max_model_len": str(max_model_len),
             "fingerprint": fingerprint,
         },
