@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from model.errors import ModelError
 from server.cli import build_parser
 from server.settings import SettingsError
+from server.threads import configure_threads
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    configure_threads()
     arguments = build_parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
