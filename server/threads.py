@@ -1,4 +1,4 @@
-"""How computing threads behave beside the event loop, set before torch loads its OpenMP runtime. Imports the standard library only.
+"""How computing threads behave beside the event loop, set before torch loads its OpenMP runtime. Imports no torch.
 
 Threads that wait for work sleep: spinning ones would take the cores from HTTP, and on a busy machine from each other. Whatever
 the user's environment says comes first.
