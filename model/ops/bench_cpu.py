@@ -8,10 +8,12 @@ so that other work on the machine does not count. Shapes are those of Gemma 3 27
 import argparse
 import time
 from collections.abc import Callable
+from itertools import cycle
+from typing import cast
 
 import torch
 
-from model.ops import AttentionMetadata
+from model.ops import AttentionMetadata, LinearWeight, Ops
 from model.ops.cpu import CpuOps, WeightStorage
 from model.ops.reference import ReferenceOps
 
@@ -32,12 +34,19 @@ def seconds(function: Callable[[], object], budget: float) -> float:
     return min(times)
 
 
+def _in_turn(ops: Ops, x: torch.Tensor, weights: list[LinearWeight], role: str) -> Callable[[], object]:
+    """A function that multiplies by another weight each time."""
+    turn = cycle(weights)
+    multiply = ops.logits if role == "head" else ops.linear
+    return lambda: multiply(x, next(turn))
+
+
 class Bench:
     def __init__(self, dtype: torch.dtype, storages: list[WeightStorage], budget: float, with_reference: bool) -> None:
         self.budget = budget
         self.with_reference = with_reference
         self.dtype = dtype
-        self.ops = {storage: CpuOps(CPU, dtype, storage) for storage in storages}
+        self.ops: dict[WeightStorage, CpuOps] = {storage: CpuOps(CPU, dtype, storage) for storage in storages}
         self.any_ops = next(iter(self.ops.values()))
         self.reference = ReferenceOps(CPU, dtype)
         self.bandwidth = self.measure_bandwidth()
@@ -83,25 +92,14 @@ class Bench:
                     if role == "head" and m > 64:
                         continue
                     x = torch.randn(m, k).to(self.dtype)
-                    state = [0]
-
-                    def ours(ops: CpuOps = ops, x: torch.Tensor = x, role: str = role, state: list[int] = state) -> None:
-                        state[0] += 1
-                        which = packed[state[0] % len(packed)]
-                        ops.logits(x, which) if role == "head" else ops.linear(x, which)
-
-                    def theirs(x: torch.Tensor = x, role: str = role, state: list[int] = state) -> None:
-                        state[0] += 1
-                        which = plain[state[0] % len(plain)]
-                        self.reference.logits(x, which) if role == "head" else self.reference.linear(x, which)
-
                     num_bytes = packed[0].nbytes + (4 * m * n if role == "head" else 0)
+                    ours, theirs = _in_turn(ops, x, packed, role), _in_turn(self.reference, x, plain, role)
                     taken = self.report(f"{role} {n}x{k} {storage} m={m}", ours, theirs, num_bytes, 2.0 * m * n * k)
                     totals[storage, m] = totals.get((storage, m), 0) + taken * (1 if role == "head" else LAYERS)
                 del packed, plain
-        for (storage, m), total in totals.items():
+        for (kept_as, m), total in totals.items():
             head = " (without the head)" if m > 64 else ""
-            print(f"all linear layers of a step, {storage}, m={m}: {total * 1e3:.1f} ms{head}", flush=True)
+            print(f"all linear layers of a step, {kept_as}, m={m}: {total * 1e3:.1f} ms{head}", flush=True)
 
     def elementwise(self, rows: list[int]) -> None:
         size = torch.empty(0, dtype=self.dtype).element_size()
@@ -189,7 +187,12 @@ def main() -> None:
     parser.add_argument("--no-reference", action="store_true")
     arguments = parser.parse_args()
     with torch.inference_mode():
-        bench = Bench(getattr(torch, arguments.dtype), arguments.weights, arguments.budget, not arguments.no_reference)
+        bench = Bench(
+            getattr(torch, arguments.dtype),
+            cast(list[WeightStorage], arguments.weights),
+            arguments.budget,
+            not arguments.no_reference,
+        )
         if "linear" in arguments.only:
             bench.linears(arguments.rows)
         if "elementwise" in arguments.only:

@@ -1,7 +1,9 @@
 """The CPU backend: C++ kernels (model/ops/cpp) for AVX2 and AVX-512 behind the interface of ``Ops``.
 
 Every kernel accumulates in float32 in an order that depends on the row alone, so a row's result is bit for bit the same whatever
-else is in the batch and on any number of threads. Shapes that a kernel does not cover fall back to the reference.
+else is in the batch and on any number of threads. One exception: a processor that multiplies bfloat16 matrices in hardware runs
+batches of MATRIX_ROWS rows and more through torch's own product, which is several times faster there and promises no such thing.
+Shapes that a kernel does not cover fall back to the reference.
 """
 
 import ctypes
@@ -11,7 +13,9 @@ from struct import Struct
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 
+from model.host import cpu_computes_bfloat16
 from model.ops import AttentionMetadata, Candidates, LinearRole, LinearWeight, Ops
 from model.ops.cpu_build import BuildError, load_library
 from model.ops.reference import ReferenceOps
@@ -20,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 WeightStorage = Literal["exact", "float32", "bfloat16", "int8"]
 INT8_GROUP = 32  # inputs that share a scale, as in GGUF's Q8_0
+MATRIX_ROWS = 8  # fewer rows are bound by reading the weight, which the kernels do as fast as memory allows
 _KINDS = {"float32": 0, "bfloat16": 1, "int8": 2}
 _BYTES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _ATTENTION = Struct("7q 6q 4q 3q d")  # AttentionArguments in cpp/attention.h
@@ -50,23 +55,38 @@ class PackedWeight:
     scales: torch.Tensor | None
     descriptor: _Descriptor
     address: int  # of the descriptor
+    plain: torch.Tensor | None = None  # as it came, for batches that torch multiplies
 
     @property
     def nbytes(self) -> int:
-        return self.data.nbytes + (self.scales.nbytes if self.scales is not None else 0)
+        return sum(tensor.nbytes for tensor in (self.data, self.scales, self.plain) if tensor is not None)
 
 
 class CpuOps(ReferenceOps):
     """Fused C++ kernels. Raises BuildError where they cannot be compiled or do not run."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, weights: WeightStorage = "exact") -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        weights: WeightStorage = "exact",
+        *,
+        use_matrix_hardware: bool | None = None,
+    ) -> None:
         """``weights``: how linear weights are stored. "exact" keeps them as they are, in bfloat16 where that loses nothing (half
-        the bytes to read), else in float32; the others round: to bfloat16, or to int8 in groups of 32 inputs."""
+        the bytes to read), else in float32; the others round: to bfloat16, or to int8 in groups of 32 inputs.
+
+        ``use_matrix_hardware``: leave large bfloat16 batches to torch; None: where the processor multiplies them in hardware. The
+        head stays with the kernels, because its results must not be rounded to bfloat16.
+        """
         super().__init__(device, dtype)
         self.weights = weights
         self._library = load_library()
         self._width = int(self._library.vector_width())
         self._is_bfloat16 = int(dtype == torch.bfloat16)
+        if use_matrix_hardware is None:
+            use_matrix_hardware = cpu_computes_bfloat16()
+        self._leaves_batches_to_torch = use_matrix_hardware and dtype == torch.bfloat16 and weights in ("exact", "bfloat16")
 
     @property
     def name(self) -> str:
@@ -97,7 +117,8 @@ class CpuOps(ReferenceOps):
         source = weight.contiguous()
         assert source.dtype == self.dtype
         self._library.pack_linear(address, source.data_ptr(), self._is_bfloat16, torch.get_num_threads())
-        return PackedWeight(out_features, in_features, storage, data, scales, descriptor, address)
+        plain = source if self._leaves_batches_to_torch and role != "head" else None
+        return PackedWeight(out_features, in_features, storage, data, scales, descriptor, address, plain)
 
     def _storage(self, weight: torch.Tensor) -> str:
         if self.weights == "int8" and weight.shape[1] % INT8_GROUP == 0:
@@ -107,6 +128,9 @@ class CpuOps(ReferenceOps):
         return "bfloat16" if weight.dtype == torch.bfloat16 or _fits_bfloat16(weight) else "float32"
 
     def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        assert isinstance(weight, PackedWeight)
+        if weight.plain is not None and x.shape[0] >= MATRIX_ROWS:
+            return F.linear(x, weight.plain)
         return self._linear(x, weight, x.dtype, self._is_bfloat16)
 
     def logits(self, x: torch.Tensor, head: LinearWeight) -> torch.Tensor:

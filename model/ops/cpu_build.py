@@ -71,7 +71,7 @@ def detect_variant() -> Variant | None:
     return next((variant for variant in VARIANTS if variant.cpu_flags <= available), None)
 
 
-def _openmp_library() -> str | None:
+def openmp_library() -> str | None:
     """The OpenMP runtime that torch has loaded. Linking against another one would double the threads."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         paths = {line.split(maxsplit=5)[5].strip() for line in maps if "libgomp" in line}
@@ -86,7 +86,7 @@ def library_path(variant: Variant, cache_dir: Path, *, sanitize: bool = False) -
     digest = hashlib.sha256()
     for file in sorted(SOURCES.iterdir()):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    openmp = _openmp_library()
+    openmp = openmp_library()
     mode = SANITIZED if sanitize else OPTIMISED
     for word in (*COMMON_FLAGS, *mode, *variant.compiler_flags, torch.__version__, Path(openmp).name if openmp else ""):
         digest.update(word.encode() + b"\0")
@@ -134,7 +134,7 @@ def _compile(compiler: str, variant: Variant, target: Path, mode: tuple[str, ...
         with ThreadPoolExecutor(max_workers=max(1, min(4, len(os.sched_getaffinity(0))))) as pool:
             objects = list(pool.map(compile_one, _source_files()))
         library = Path(folder) / target.name
-        openmp = _openmp_library()
+        openmp = openmp_library()
         sanitizers = [flag for flag in mode if flag.startswith("-fsanitize")]
         _run([compiler, "-shared", *sanitizers, *objects, openmp or "-fopenmp", "-o", str(library)])
         library.replace(target)
@@ -148,11 +148,17 @@ def _run(command: list[str]) -> None:
 
 @functools.cache
 def load_library() -> ctypes.CDLL:
-    """The kernels for this processor, with the signatures of their functions set. Raises BuildError."""
+    """The kernels for this processor, with the signatures of their functions set. Raises BuildError.
+
+    For tests, GEMSERVE_SANITIZE=1 asks for a build with sanitizers, GEMSERVE_CPU_KERNELS names a library built elsewhere.
+    """
     variant = detect_variant()
     if variant is None:
         raise BuildError("this processor has neither AVX2 nor AVX-512")
-    path = build(variant, default_cache_dir(), sanitize=os.environ.get("GEMSERVE_SANITIZE") == "1")
+    if override := os.environ.get("GEMSERVE_CPU_KERNELS"):
+        path = Path(override)
+    else:
+        path = build(variant, default_cache_dir(), sanitize=os.environ.get("GEMSERVE_SANITIZE") == "1")
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

@@ -13,7 +13,7 @@ namespace {
 
 using half = uint16_t;  // float16 bits
 
-#if defined(__AVX512F__)
+#if defined(GEMSERVE_WIDE)
 INLINE vf load_half(const half* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 #else
 INLINE vf load_half(const half* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }

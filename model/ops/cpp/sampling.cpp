@@ -72,7 +72,7 @@ struct Candidate {
 // The k best of what it has seen, ids in ascending order.
 class Best {
  public:
-  explicit Best(int64_t k) : k(k), limit(2 * k + 64) { kept.reserve(limit); }
+  explicit Best(int64_t k) : k(k), limit(2 * k + 256) { kept.reserve(limit); }
 
   void look(const float* x, int64_t first, int64_t last, float top) {
     if (full && !(top > threshold)) return;
@@ -162,27 +162,34 @@ void argmax(const float* logits, int64_t rows, int64_t size, int64_t* token_ids,
 void top_candidates(const float* logits, int64_t rows, int64_t size, int64_t k, const float* temperature, float* values,
                     int64_t* token_ids, float* log_total, int32_t threads) {
   const int64_t count = ceil_div(size, PIECE);
-  std::vector<std::vector<Candidate>> kept(rows * count);
+  // With rows enough for every core, one item looks through a whole row, and its threshold soon turns most pieces away. Which
+  // candidates are found does not depend on that, and the mass is summed up piece by piece in any case.
+  const int64_t span = rows >= 2 * threads ? count : 1, items = ceil_div(count, span);
+  std::vector<std::vector<Candidate>> kept(rows * items);
   std::vector<Mass> masses(rows * count);
-  each_piece(rows, size, threads, [&](int64_t item, int64_t row, int64_t first, int64_t last) {
+  parallel_for(rows * items, threads, 1, [&](int64_t item) {
+    const int64_t row = item / items, first_piece = item % items * span;
     const float* x = logits + row * size;
     const float inverse = reciprocal(temperature[row]);
-    Best best(std::min(k, last - first));
-    Mass mass;
-    for (int64_t block = first; block < last; block += BLOCK) {
-      const int64_t end = std::min(last, block + BLOCK);
-      const float top = largest_of(x + block, end - block);
-      best.look(x, block, end, top);
-      if (top == NEVER) continue;  // masked throughout
-      if (top > mass.top) mass.rescale(top, inverse);
-      mass.total += sum_of(x + block, end - block, {mass.top, inverse, 0.0f});
+    Best best(k);
+    for (int64_t piece = first_piece; piece < first_piece + span; ++piece) {
+      const int64_t last = std::min(size, (piece + 1) * PIECE);
+      Mass mass;
+      for (int64_t block = piece * PIECE; block < last; block += BLOCK) {
+        const int64_t end = std::min(last, block + BLOCK);
+        const float top = largest_of(x + block, end - block);
+        best.look(x, block, end, top);
+        if (top == NEVER) continue;  // masked throughout
+        if (top > mass.top) mass.rescale(top, inverse);
+        mass.total += sum_of(x + block, end - block, {mass.top, inverse, 0.0f});
+      }
+      masses[row * count + piece] = mass;
     }
     kept[item] = std::move(best.finish());
-    masses[item] = mass;
   });
   parallel_for(rows, count * k * rows < 4096 ? 1 : threads, 1, [&](int64_t row) {
     std::vector<Candidate> all;
-    for (int64_t p = 0; p < count; ++p) all.insert(all.end(), kept[row * count + p].begin(), kept[row * count + p].end());
+    for (int64_t i = 0; i < items; ++i) all.insert(all.end(), kept[row * items + i].begin(), kept[row * items + i].end());
     std::nth_element(all.begin(), all.begin() + (k - 1), all.end());
     std::sort(all.begin(), all.begin() + k);
     for (int64_t i = 0; i < k; ++i) {

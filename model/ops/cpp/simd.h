@@ -16,7 +16,11 @@ struct bf16 {
 
 #define INLINE inline __attribute__((always_inline))
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(GEMSERVE_EMULATE_AVX512)
+#define GEMSERVE_WIDE 1
+#endif
+
+#if defined(GEMSERVE_WIDE)
 
 using vf = __m512;
 using vi = __m512i;
@@ -131,7 +135,9 @@ INLINE vi pair_dot(vi sum, vi a, vi b) {  // each lane: sum + a.low * b.low + a.
 INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 // Keeps a loaded value in a register: the compiler would rather load it again for each use.
 INLINE vf in_register(vf v) {
+#if !defined(GEMSERVE_EMULATE_AVX512)
   asm("" : "+v"(v));
+#endif
   return v;
 }
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from model.ops.cpu import INT8_GROUP, WeightStorage
-from tests.model.ops_cpu.harness import DTYPES, ROUNDING, cpu_ops, needs_kernels
+from model.ops.cpu import INT8_GROUP, MATRIX_ROWS, CpuOps, WeightStorage
+from tests.model.ops_cpu.harness import CPU, DTYPES, ROUNDING, cpu_ops, needs_kernels
 
 pytestmark = needs_kernels
 
@@ -135,3 +135,13 @@ def test_a_row_that_is_not_finite_shows_and_stays_alone(weights: WeightStorage, 
     assert not torch.isfinite(dirty[2]).any()
     assert torch.equal(dirty[3:], clean[3:])
     assert torch.equal(dirty[:2], clean[:2])
+
+
+def test_matrix_hardware_takes_large_batches_but_never_the_head() -> None:
+    ops = CpuOps(CPU, torch.bfloat16, use_matrix_hardware=True)
+    x, weight = random_case(MATRIX_ROWS + 1, 70, 96, torch.bfloat16)
+    packed, head = ops.pack_linear(weight, "qkv"), ops.pack_linear(weight, "head")
+    assert torch.equal(ops.linear(x, packed), torch.nn.functional.linear(x, weight))
+    assert_product(ops.linear(x[:2], packed), x[:2], weight, weight)
+    assert_product(ops.logits(x, head), x, weight, weight)
+    assert packed.nbytes > head.nbytes  # the plain weight is counted
