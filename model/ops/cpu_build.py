@@ -21,15 +21,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from model.checkpoint.base import default_cache_dir
 
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cpp"
 # -ffp-contract=off: only the fused multiply-adds that the source asks for, so that results do not depend on the compiler's mood.
-COMMON_FLAGS = ("-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra")
+COMMON_FLAGS = ("-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra")
 OPTIMISED = ("-O3",)
 SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -71,13 +69,6 @@ def detect_variant() -> Variant | None:
     return next((variant for variant in VARIANTS if variant.cpu_flags <= available), None)
 
 
-def openmp_library() -> str | None:
-    """The OpenMP runtime that torch has loaded. Linking against another one would double the threads."""
-    with open("/proc/self/maps", encoding="utf-8") as maps:
-        paths = {line.split(maxsplit=5)[5].strip() for line in maps if "libgomp" in line}
-    return min(paths) if paths else None
-
-
 def _source_files() -> list[Path]:
     return sorted(SOURCES.glob("*.cpp"))
 
@@ -86,9 +77,7 @@ def library_path(variant: Variant, cache_dir: Path, *, sanitize: bool = False) -
     digest = hashlib.sha256()
     for file in sorted(SOURCES.iterdir()):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    openmp = openmp_library()
-    mode = SANITIZED if sanitize else OPTIMISED
-    for word in (*COMMON_FLAGS, *mode, *variant.compiler_flags, torch.__version__, Path(openmp).name if openmp else ""):
+    for word in (*COMMON_FLAGS, *(SANITIZED if sanitize else OPTIMISED), *variant.compiler_flags):
         digest.update(word.encode() + b"\0")
     return cache_dir / f"ext-{variant.name}-{digest.hexdigest()[:20]}.so"
 
@@ -134,9 +123,8 @@ def _compile(compiler: str, variant: Variant, target: Path, mode: tuple[str, ...
         with ThreadPoolExecutor(max_workers=max(1, min(4, len(os.sched_getaffinity(0))))) as pool:
             objects = list(pool.map(compile_one, _source_files()))
         library = Path(folder) / target.name
-        openmp = openmp_library()
         sanitizers = [flag for flag in mode if flag.startswith("-fsanitize")]
-        _run([compiler, "-shared", *sanitizers, *objects, openmp or "-fopenmp", "-o", str(library)])
+        _run([compiler, "-shared", *sanitizers, *objects, "-pthread", "-o", str(library)])
         library.replace(target)
 
 

@@ -9,10 +9,9 @@ shift
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 for source in model/ops/cpp/*.cpp; do
-  "${CXX:-g++}" -std=c++17 -O2 -fPIC -fopenmp -mavx2 -mfma -mf16c -ffp-contract=off -fno-math-errno -Wno-psabi \
+  "${CXX:-g++}" -std=c++17 -O2 -fPIC -pthread -mavx2 -mfma -mf16c -ffp-contract=off -fno-math-errno -Wno-psabi \
     -include "$here/emulate_avx512.h" -c "$source" -o "$folder/$(basename "$source").o"
 done
-openmp=$("$python" -c 'import torch; from model.ops import cpu_build; print(cpu_build.openmp_library() or "-fopenmp")')
-"${CXX:-g++}" -shared "$folder"/*.o "$openmp" -o "$folder/kernels.so"
+"${CXX:-g++}" -shared "$folder"/*.o -pthread -o "$folder/kernels.so"
 GEMSERVE_CPU_KERNELS="$folder/kernels.so" "$python" -m pytest -q -p no:cacheprovider tests/model/ops_cpu \
   --deselect tests/model/ops_cpu/test_build.py "$@"
