@@ -18,7 +18,7 @@ ROUND_SECONDS = 15.0
 MAX_TOKENS = 100
 # Short answers, many requests: what a process comes to hold (arenas, garbage between full collections) depends on their number.
 WARM_UP_MAX_TOKENS = 6
-IDLE_SECONDS = 5.0
+IDLE_SECONDS = 2.0
 MAX_MEMORY_GROWTH = 0.02
 # Below this margin between the two likeliest tokens the rounding of another batch may decide.
 SAFE_MARGIN = 1e-2
@@ -150,6 +150,9 @@ class Soak:
             else:
                 entry = await self._send(workload.next(), request_id)
             entries.append(entry)
+        last = workload.last()
+        if last is not None:
+            entries.append(await self._send(last, f"{name}-{len(entries)}"))
         return entries
 
     async def _send(self, job: Job, request_id: str) -> Entry:

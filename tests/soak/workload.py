@@ -11,6 +11,8 @@ from tests.soak.client import Leave
 from tests.soak.server_process import BLOCK_SIZE, CACHE_TOKENS
 
 WORDS = ("a", "will", "hello", "ab", "in", "the", "cow", "jumps", "over", "moons", "1", "22", "é")
+STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+LONG_MAX_TOKENS = CACHE_TOKENS - 100
 STOPS = ("a", "e", "o", " ", "ll", "<b>", "zz", "in")
 
 
@@ -72,6 +74,16 @@ class Workload:
             reset=self._random.random() < 0.5,
         )
         return Job(job.path, job.body, job.prompt_lengths, leave=leave)
+
+    def last(self) -> Job | None:
+        """A client's last request of a round. In a rough one all leave long answers at once, so that work that goes on for
+        nobody would be noticed."""
+        if self._calm:
+            return None
+        prompt = self._prompt()
+        body = {"prompt": prompt, "max_tokens": LONG_MAX_TOKENS, "temperature": 0, "ignore_eos": True, **STREAM}
+        leave = Leave(after_events=self._random.choice((0, 1, 5)), after_seconds=1.0, reset=self._random.random() < 0.5)
+        return Job(COMPLETIONS, body, (len(prompt),), leave=leave)
 
     def _completion(self) -> Job:
         choose = self._random
@@ -137,7 +149,7 @@ class Workload:
         }
         body |= {name: value for name, value in options.items() if choose.random() < 0.25}
         if choose.random() < 0.5:
-            body |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+            body |= STREAM
         return body
 
     def _refused(self) -> Job:
