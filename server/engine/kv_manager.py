@@ -197,7 +197,7 @@ class KVCacheManager:
         hashes = request.block_hashes
         while len(hashes) < count:
             start = len(hashes) * self.block_size
-            parent = hashes[-1] if hashes else hash_block(b"", (request.spec.cache_salt or "").encode())
+            parent = hashes[-1] if hashes else chain_root(request.spec.cache_salt)
             tokens = array("I", request.token_ids[start : start + self.block_size])
             hashes.append(hash_block(parent, tokens.tobytes()))
         return hashes
@@ -230,6 +230,11 @@ class KVCacheManager:
         assert not self._in_flight_of
         assert self.global_pool.num_used == 0, "global blocks are held while nothing runs"
         assert self.local_pool.num_used == 0, "local blocks are held while nothing runs"
+
+
+def chain_root(cache_salt: str | None) -> bytes:
+    """Where a chain starts. Hashed twice: no salt can look like a parent and tokens, whose input is longer."""
+    return hash_block(b"", hashlib.sha256((cache_salt or "").encode()).digest())
 
 
 def hash_block(parent: bytes, content: bytes) -> bytes:
