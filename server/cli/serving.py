@@ -4,6 +4,7 @@ load and a dead engine end the process with exit code 1; SIGTERM lets running re
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -93,12 +94,15 @@ def prepare(settings: Settings) -> Server:
 
     def load(settings: Settings, report_phase: Callable[[str], None]) -> LoadedEngine:
         try:
-            return load_engine(settings, report_phase, checkpoint)
+            loaded = load_engine(settings, report_phase, checkpoint)
         except ModelError:
             raise  # its text says everything
         except Exception:
             logger.exception("loading failed")
             raise
+        gc.collect()
+        gc.freeze()  # what a loaded server consists of never becomes garbage: later collections need not look at it
+        return loaded
 
     app = create_app(settings, engine_factory=load)
     config = uvicorn.Config(
