@@ -2,7 +2,9 @@
 // the threads, and their results are joined in ascending order, so that the outcome depends on the row alone.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "parallel.h"
@@ -109,6 +111,33 @@ class Best {
   }
 };
 
+// All of a row, likeliest first, equals in ascending order of id: a radix sort, whose passes keep the order of equals.
+void sort_row(const float* x, int64_t size, std::vector<Candidate>& sorted) {
+  struct Entry {
+    uint32_t key;  // ascending where the value descends
+    int32_t id;
+  };
+  constexpr int DIGITS = 3, BITS = 11, BUCKETS = 1 << BITS;
+  std::vector<Entry> entries(size), other(size);
+  std::vector<int64_t> counts(DIGITS * BUCKETS, 0);
+  for (int64_t i = 0; i < size; ++i) {
+    const float value = x[i] == x[i] ? x[i] + 0.0f : NEVER;  // both zeros are equal
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    const uint32_t key = bits >> 31 ? bits : ~(bits | 0x80000000u);
+    entries[i] = {key, static_cast<int32_t>(i)};
+    for (int digit = 0; digit < DIGITS; ++digit) ++counts[digit * BUCKETS + ((key >> (digit * BITS)) & (BUCKETS - 1))];
+  }
+  for (int digit = 0; digit < DIGITS; ++digit) {
+    int64_t* places = &counts[digit * BUCKETS];
+    for (int64_t bucket = 0, place = 0; bucket < BUCKETS; ++bucket) place += std::exchange(places[bucket], place);
+    for (const Entry& entry : entries) other[places[(entry.key >> (digit * BITS)) & (BUCKETS - 1)]++] = entry;
+    entries.swap(other);
+  }
+  sorted.resize(size);
+  for (int64_t i = 0; i < size; ++i) sorted[i] = {x[entries[i].id] == x[entries[i].id] ? x[entries[i].id] : NEVER, entries[i].id};
+}
+
 struct Mass {
   float top = NEVER;
   double total = 0.0;  // sum of e^((x - top) / temperature)
@@ -164,6 +193,7 @@ void top_candidates(const float* logits, int64_t rows, int64_t size, int64_t k, 
   const int64_t count = ceil_div(size, PIECE);
   // With rows enough for every core, one item looks through a whole row, and its threshold soon turns most pieces away. Which
   // candidates are found does not depend on that, and the mass is summed up piece by piece in any case.
+  const bool sorts = k > 4096 && k > size / 16;  // so many are found sooner by sorting everything
   const int64_t span = rows >= 2 * threads ? count : 1, items = ceil_div(count, span);
   std::vector<std::vector<Candidate>> kept(rows * items);
   std::vector<Mass> masses(rows * count);
@@ -171,27 +201,31 @@ void top_candidates(const float* logits, int64_t rows, int64_t size, int64_t k, 
     const int64_t row = item / items, first_piece = item % items * span;
     const float* x = logits + row * size;
     const float inverse = reciprocal(temperature[row]);
-    Best best(k);
+    Best best(sorts ? 1 : k);
     for (int64_t piece = first_piece; piece < first_piece + span; ++piece) {
       const int64_t last = std::min(size, (piece + 1) * PIECE);
       Mass mass;
       for (int64_t block = piece * PIECE; block < last; block += BLOCK) {
         const int64_t end = std::min(last, block + BLOCK);
         const float top = largest_of(x + block, end - block);
-        best.look(x, block, end, top);
+        if (!sorts) best.look(x, block, end, top);
         if (top == NEVER) continue;  // masked throughout
         if (top > mass.top) mass.rescale(top, inverse);
         mass.total += sum_of(x + block, end - block, {mass.top, inverse, 0.0f});
       }
       masses[row * count + piece] = mass;
     }
-    kept[item] = std::move(best.finish());
+    if (!sorts) kept[item] = std::move(best.finish());
   });
   parallel_for(rows, count * k * rows < 4096 ? 1 : threads, 1, [&](int64_t row) {
     std::vector<Candidate> all;
-    for (int64_t i = 0; i < items; ++i) all.insert(all.end(), kept[row * items + i].begin(), kept[row * items + i].end());
-    std::nth_element(all.begin(), all.begin() + (k - 1), all.end());
-    std::sort(all.begin(), all.begin() + k);
+    if (sorts) {
+      sort_row(logits + row * size, size, all);
+    } else {
+      for (int64_t i = 0; i < items; ++i) all.insert(all.end(), kept[row * items + i].begin(), kept[row * items + i].end());
+      std::nth_element(all.begin(), all.begin() + (k - 1), all.end());
+      std::sort(all.begin(), all.begin() + k);
+    }
     for (int64_t i = 0; i < k; ++i) {
       values[row * k + i] = all[i].value;
       token_ids[row * k + i] = all[i].id;
