@@ -184,11 +184,14 @@ class Ops(ABC):
         """
 
 
+_CPU_STORAGE: dict[str, Literal["exact", "bfloat16", "int8"]] = {"none": "exact", "auto": "bfloat16", "int8": "int8"}
+
+
 def select_ops(device: torch.device, dtype: torch.dtype, quantization: str = "none") -> Ops:
     """The best backend for a device and compute dtype that works on this machine.
 
-    ``quantization``: "none" keeps weights as they are, "int8" rounds those of linear layers, "auto" does so where there is a
-    backend for it. Raises ConfigError when there is none for what was asked.
+    ``quantization``: "none" keeps weights as they are; "int8" rounds those of linear layers to 8 bits; "auto" rounds them to
+    bfloat16, Gemma's own precision, where a backend computes in float32 from that. Raises ConfigError when no backend does what was asked.
     """
     from model.ops.reference import ReferenceOps
 
@@ -197,7 +200,7 @@ def select_ops(device: torch.device, dtype: torch.dtype, quantization: str = "no
         from model.ops.cpu_build import BuildError
 
         try:
-            return CpuOps(device, dtype, weights="exact" if quantization == "none" else "int8")
+            return CpuOps(device, dtype, weights=_CPU_STORAGE[quantization])
         except BuildError as error:
             logger.warning("The fast CPU kernels are not used: %s. Everything works, several times slower.", error)
     if quantization == "int8":
