@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: run test lint format docs bench soak clean
+.PHONY: run test lint format docs bench soak sanitize clean
 
 run: .venv/demo.stamp
 	$(BIN)/gemserve serve --host 127.0.0.1 --port 8000 $(ARGS)
@@ -34,6 +34,10 @@ bench: .venv/demo.stamp
 
 soak: .venv/test.stamp
 	$(BIN)/python -m tests.soak --seconds 600 $(ARGS)
+
+# Address and undefined-behaviour sanitizers over the tests of the C++ kernels; needs g++ with their runtimes.
+sanitize: .venv/test.stamp
+	tests/model/ops_cpu/sanitize.sh $(BIN)/python
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

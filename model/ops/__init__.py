@@ -191,7 +191,8 @@ def select_ops(device: torch.device, dtype: torch.dtype, quantization: str = "no
     """The best backend for a device and compute dtype that works on this machine.
 
     ``quantization``: "none" keeps weights as they are; "int8" rounds those of linear layers to 8 bits; "auto" rounds them to
-    bfloat16, Gemma's own precision, where a backend computes in float32 from that. Raises ConfigError when no backend does what was asked.
+    bfloat16, Gemma's own precision, where a backend computes in float32 from that. Raises ConfigError when no backend does
+    what was asked.
     """
     from model.ops.reference import ReferenceOps
 
