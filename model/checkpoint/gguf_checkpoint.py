@@ -5,6 +5,7 @@ GGUF stores Gemma's norm weights with the 1 already added; here it is subtracted
 """
 
 import hashlib
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,8 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
-from gguf.quants import dequantize
+from gguf.constants import GGML_QUANT_SIZES, LlamaFileType
 from tqdm import tqdm
 
 from model.checkpoint.base import (
@@ -29,6 +29,7 @@ from model.checkpoint.base import (
     require_complete,
     sampled_fingerprint,
 )
+from model.checkpoint.dequantize import dequantize_rows, package_dequantize
 from model.checkpoint.gguf_header import GGUFHeader, TensorInfo, parse_header
 from model.checkpoint.gguf_tokenizer import CONVERTER_VERSION, build_tokenizer_json, check_vocabulary
 from model.checkpoint.tokenizer_cache import cached_tokenizer
@@ -37,7 +38,6 @@ from model.errors import CheckpointError, ConfigError
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-SLICE_ELEMENTS = 1 << 17  # float32 values dequantised at a time: temporaries of 512 KiB stay in the cache of the core
 MAX_THREADS = min(8, os.cpu_count() or 1)  # numpy computes outside the interpreter lock
 
 _TOP_LEVEL = {"token_embd.weight": EMBEDDING, "output_norm.weight": "model.norm.weight", "output.weight": HEAD}
@@ -124,7 +124,7 @@ class GGUFCheckpoint:
         first = {info.quantization: info.name for info in reversed(self._header.tensors.values())}
         for quantization, name in first.items():
             try:
-                _dequantize(np.zeros((1, GGML_QUANT_SIZES[quantization][1]), dtype=np.uint8), quantization)
+                package_dequantize(np.zeros((1, GGML_QUANT_SIZES[quantization][1]), dtype=np.uint8), quantization)
             except NotImplementedError:
                 raise CheckpointError(
                     f"{self._file}: tensor {name!r} has type {quantization.name}, which cannot be dequantised; "
@@ -177,20 +177,12 @@ class GGUFCheckpoint:
         self._data = np.zeros(0, dtype=np.uint8)  # the mapping goes with its last reference
 
     def _load(self, info: TensorInfo, subtract_one: bool, threads: ThreadPoolExecutor) -> torch.Tensor:
-        tensor = torch.empty(info.shape, dtype=torch.float32)
         columns = info.shape[-1]
-        rows = tensor.numel() // columns
-        raw = self._raw(info).reshape(rows, -1)
-        target = tensor.view(rows, columns).numpy()
-        step = max(1, SLICE_ELEMENTS // columns)
-
-        def fill(start: int) -> bool:
-            block = _dequantize(raw[start : start + step], info.quantization)
-            target[start : start + step] = block
-            return bool(np.isfinite(block).all())
-
-        if not all(threads.map(fill, range(0, rows, step))):
+        raw = self._raw(info).reshape(math.prod(info.shape[:-1]), -1)
+        tensor, is_finite = dequantize_rows(raw, info.quantization, columns, threads)
+        if not is_finite:
             raise CheckpointError(f"{self._file}: tensor {info.name!r} holds values that are not finite; the file is damaged.")
+        tensor = tensor.view(info.shape)
         return tensor.sub_(1.0) if subtract_one else tensor
 
     def _raw(self, info: TensorInfo) -> Bytes:
@@ -200,12 +192,6 @@ class GGUFCheckpoint:
 
     def _header_bytes(self) -> bytes:
         return bytes(self._data[: self._header.header_bytes])
-
-
-def _dequantize(raw: Bytes, quantization: GGMLQuantizationType) -> Any:
-    """[rows, bytes of a row] -> [rows, columns] in float32. Damaged scales overflow silently; the caller checks."""
-    with np.errstate(all="ignore"):
-        return dequantize(raw, quantization)
 
 
 def _map(file: Path) -> Bytes:

@@ -170,6 +170,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "all_finite": (pointer, long, long, pointer, int_),
         "argmax": (pointer, long, long, pointer, int_),
         "top_candidates": (pointer, long, long, long, pointer, pointer, pointer, pointer, int_),
+        "dequantize": (pointer, pointer, long, int_, pointer, int_),
         "draw": (pointer, long, long, pointer, pointer, pointer, pointer, int_),
     }
     for name, types in signatures.items():
