@@ -169,7 +169,8 @@ class ModelRunner:
         for part in _slices(rows):
             logits = self.model.logits(hidden[[row for _, row, _, _ in part]])
             finite = self.ops.all_finite(logits).tolist()
-            entries = self.sampler.logprobs(logits, [target for _, _, target, _ in part], [count for _, _, _, count in part])
+            targets, counts = [target for _, _, target, _ in part], [count for _, _, _, count in part]
+            entries = self.sampler.logprobs(logits, targets, counts, ranks=True)
             for (index, *_), is_finite, entry in zip(part, finite, entries, strict=True):
                 if is_finite:
                     results[index].prompt_logprobs.append(entry)

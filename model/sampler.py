@@ -62,15 +62,25 @@ class Sampler:
                 logits[asking],
                 [results[row].token_ids[0] for row in asking],
                 [chunks[row].sampling.logprobs or 0 for row in asking],
+                labels=[chunks[row].sampling.logprob_token_ids for row in asking],
             )
             for row, entry in zip(asking, entries, strict=True):
                 results[row].logprobs.append(entry)
         return results
 
-    def logprobs(self, logits: torch.Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+    def logprobs(
+        self,
+        logits: torch.Tensor,
+        token_ids: Sequence[int],
+        counts: Sequence[int],
+        *,
+        labels: Sequence[Sequence[int] | None] | None = None,
+        ranks: bool = False,
+    ) -> list[TokenLogprobs]:
         """Raw log-probabilities of one token and of the ``counts[i]`` likeliest, for each row of finite logits [r, V].
 
-        A token has bit for bit the same value on its own as among the likeliest.
+        ``labels[i]``, where not None, are tokens to report instead of the likeliest. ``ranks`` adds the token's rank. A token has
+        bit for bit the same value on its own, among the likeliest and among the labels.
         """
         ones = torch.ones(len(token_ids), device=logits.device)
         values, top_ids, log_total = self.ops.top_candidates(logits, min(max(1, *counts), logits.shape[1]), ones)
@@ -78,12 +88,21 @@ class Sampler:
         chosen_logprobs = ((chosen - values[:, :1]) - log_total[:, None])[:, 0].tolist()
         top_logprobs = ((values - values[:, :1]) - log_total[:, None]).tolist()
         top_ids_host = top_ids.tolist()
-        return [
+        entries = [
             TokenLogprobs(token_id, logprob, list(zip(ids[:count], likeliest[:count], strict=True)))
             for token_id, logprob, ids, likeliest, count in zip(
                 token_ids, chosen_logprobs, top_ids_host, top_logprobs, counts, strict=True
             )
         ]
+        for row, wanted in enumerate(labels or ()):
+            if wanted is not None:
+                of_labels = logits[row, torch.tensor(wanted, device=logits.device)]
+                label_logprobs = ((of_labels - values[row, 0]) - log_total[row]).tolist()
+                entries[row].top = list(zip(wanted, label_logprobs, strict=True))
+        if ranks:
+            for entry, num_likelier in zip(entries, (logits > chosen).sum(dim=-1).tolist(), strict=True):
+                entry.rank = num_likelier + 1
+        return entries
 
     # -- before the draw -------------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,9 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()  # every id that ends the request, end-of-sequence ids included
     min_tokens: int = 0  # stop_token_ids are masked until this many tokens are generated
     logprobs: int | None = None  # alternatives beside the sampled token; 0: the sampled token alone; None: off
-    prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    # With logprobs: these tokens are reported beside the sampled one, in this order, instead of the likeliest.
+    logprob_token_ids: tuple[int, ...] | None = None
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens, always with the likeliest
 
     @property
     def greedy(self) -> bool:

@@ -29,11 +29,13 @@ class SequenceChunk:
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Raw log-probability of one token and of the likeliest alternatives, likeliest first (float32 values as Python floats)."""
+    """Raw log-probability of one token and of others (float32 values as Python floats): the likeliest, likeliest first, or those
+    of ``SamplingParams.logprob_token_ids`` in their order."""
 
     token_id: int
     logprob: float
     top: list[tuple[int, float]]
+    rank: int | None = None  # 1 for the likeliest; for tokens of a prompt only
 
 
 @dataclass(slots=True)

@@ -282,3 +282,29 @@ def test_logprobs_zero_reports_the_sampled_token_alone() -> None:
     assert result[0].logprobs[0].top == []
     assert len(result[1].logprobs[0].top) == 4
     assert SAMPLER.sample(random_logits(1), [chunk(RANDOM)])[0].logprobs == []
+
+
+def test_labels_take_the_place_of_the_likeliest_bit_for_bit() -> None:
+    logits = random_logits(3)
+    labels = (2999, 0, 17)
+    params = replace(RANDOM, seed=4, logprobs=20)
+    plain = SAMPLER.sample(logits, [chunk(params)] * 3)
+    mixed = SAMPLER.sample(logits, [chunk(params), chunk(replace(params, logprob_token_ids=labels)), chunk(params)])
+    assert [result.token_ids for result in mixed] == [result.token_ids for result in plain]
+    assert [mixed[0].logprobs, mixed[2].logprobs] == [plain[0].logprobs, plain[2].logprobs]
+    (entry,) = mixed[1].logprobs
+    assert entry.logprob == plain[1].logprobs[0].logprob
+    assert [token_id for token_id, _ in entry.top] == list(labels)
+    expected = logits[1].double().log_softmax(dim=-1)
+    # Sums of 3000 float32 terms.
+    assert [value for _, value in entry.top] == pytest.approx([expected[label].item() for label in labels], abs=1e-5)
+    likeliest = plain[1].logprobs[0].top
+    (again,) = SAMPLER.logprobs(logits[1:2], [entry.token_id], [20], labels=[[token_id for token_id, _ in likeliest]])
+    assert again.top == likeliest
+
+
+def test_ranks_count_the_likelier_tokens() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [5.0, 1.0, 2.0, 4.0]])
+    assert [entry.rank for entry in SAMPLER.logprobs(logits, [2, 1], [1, 1], ranks=True)] == [3, 4]
+    assert [entry.rank for entry in SAMPLER.logprobs(logits, [3, 0], [0, 2], ranks=True)] == [1, 1]
+    assert SAMPLER.logprobs(logits, [3, 0], [0, 2])[0].rank is None
