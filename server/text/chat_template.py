@@ -4,6 +4,7 @@ token literal in the rendered prompt: inside message text a sentinel character f
 begin such a literal, and the caller removes it only after the literals of the template itself have been cut out.
 Everything a user can cause is a ChatTemplateError."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,17 +140,26 @@ class ChatTemplate:
         *,
         literals: ControlLiterals,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         bos_token: str = "<bos>",
         eos_token: str = "<eos>",
     ) -> tuple[str, str]:
-        """Returns (rendered text, sentinel): cut the text at the control literals first, then remove the sentinel."""
-        sentinel = self._unused_character(messages)
+        """Returns (rendered text, sentinel): cut the text at the control literals first, then remove the sentinel.
+
+        ``continue_final_message``: the text ends with the last message, whose turn stays open.
+        """
+        sentinel, end_mark = self._unused_characters(messages, 2)
+        shown = [self._as_dict(message, literals, sentinel) for message in messages]
+        space = _mark_end(shown[-1], end_mark) if continue_final_message else ""
         rendered = self._generate(
-            messages=[self._as_dict(message, literals, sentinel) for message in messages],
-            add_generation_prompt=add_generation_prompt,
-            bos_token=bos_token,
-            eos_token=eos_token,
+            messages=shown, add_generation_prompt=add_generation_prompt, bos_token=bos_token, eos_token=eos_token
         )
+        if continue_final_message:
+            rendered, mark, rest = rendered.rpartition(end_mark)
+            if not mark:
+                raise ChatTemplateError("continue_final_message: the chat template does not show the last message.")
+            rendered = rendered.replace(end_mark, "")
+            rendered += space if rest.startswith(space) else ""  # a template that trims its messages trims this one too
         return rendered, sentinel
 
     def _generate(self, **variables: Any) -> str:
@@ -182,10 +192,20 @@ class ChatTemplate:
         parts = [{"type": "text", "text": literals.mark(text, sentinel)} for text in message.content]
         return {"role": message.role, "content": parts}
 
-    def _unused_character(self, messages: Sequence[ChatMessage]) -> str:
+    def _unused_characters(self, messages: Sequence[ChatMessage], count: int) -> list[str]:
         used = set(self.source).union(*(message.text for message in messages))
-        for code_points in _SENTINEL_RANGES:
-            for code_point in code_points:
-                if chr(code_point) not in used:
-                    return chr(code_point)
-        raise ChatTemplateError("The messages use every private-use character of Unicode: none is left to mark their text with.")
+        candidates = map(chr, itertools.chain.from_iterable(_SENTINEL_RANGES))
+        found = list(itertools.islice((character for character in candidates if character not in used), count))
+        if len(found) < count:
+            raise ChatTemplateError("The messages use every private-use character of Unicode: none is left to mark their text.")
+        return found
+
+
+def _mark_end(message: dict[str, Any], end_mark: str) -> str:
+    """Puts the mark behind the last visible character of the message's text; returns the white space that follows it."""
+    holder, key = (message, "content") if isinstance(message["content"], str) else (message["content"][-1], "text")
+    text: str = holder[key]
+    visible = text.rstrip()
+    space = text[len(visible) :]
+    holder[key] = visible + end_mark + space
+    return space

@@ -83,9 +83,22 @@ class Tokenizer:
         """True when no template was given and the built-in one of Gemma 3 is used; to be announced at start."""
         return self._chat_template.is_builtin
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a raw completion prompt. Literals of control tokens become these tokens; a leading BOS is not doubled."""
-        return self._with_one_leading_bos(self._encode_with_control(_scalar_values(text)))
+    @property
+    def chat_template_source(self) -> str:
+        """The Jinja text that chats are rendered with."""
+        return self._chat_template.source
+
+    def control_token_id(self, literal: str) -> int | None:
+        """The control token that is written like this."""
+        return self._control_literals.get(literal)
+
+    def encode(self, text: str, add_bos: bool = True) -> list[int]:
+        """Ids of a raw completion prompt. Literals of control tokens become these tokens; a leading BOS is not doubled.
+
+        Without ``add_bos`` there are as many BOS as the text holds literals of it.
+        """
+        ids = self._encode_with_control(_scalar_values(text))
+        return self._with_one_leading_bos(ids) if add_bos else ids
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of text that is only text: no BOS, and never a control token."""
@@ -94,9 +107,14 @@ class Tokenizer:
         # A batch of one: unlike encode() it lets other threads run, so a long prompt stalls neither the model nor the streams.
         return self._plain.encode_batch_fast([_scalar_values(text)], add_special_tokens=False)[0].ids
 
-    def encode_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True) -> list[int]:
-        """Ids of the rendered chat, messages in the order of merge_messages. Raises ChatTemplateError."""
-        pieces = self._render_pieces(messages, add_generation_prompt)
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True, continue_final_message: bool = False
+    ) -> list[int]:
+        """Ids of the rendered chat, messages in the order of merge_messages. Raises ChatTemplateError.
+
+        ``continue_final_message`` leaves the last turn open and wants no generation prompt.
+        """
+        pieces = self._render_pieces(messages, add_generation_prompt, continue_final_message)
         ids: list[int] = [self.bos_token_id]
         for piece in pieces:
             if isinstance(piece, int):
@@ -163,7 +181,9 @@ class Tokenizer:
             pieces.append(text[start:])
         return pieces
 
-    def _render_pieces(self, messages: Sequence[ChatMessage], add_generation_prompt: bool) -> list[str | int]:
+    def _render_pieces(
+        self, messages: Sequence[ChatMessage], add_generation_prompt: bool, continue_final_message: bool = False
+    ) -> list[str | int]:
         """Rendered chat as control ids and plain texts, every BOS left out."""
         clean = [
             ChatMessage(
@@ -178,6 +198,7 @@ class Tokenizer:
             clean,
             literals=self._literals,
             add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
             bos_token=self.token_text(self.bos_token_id),
             eos_token=self.token_text(self.eos_token_ids[0]) if self.eos_token_ids else "",
         )
