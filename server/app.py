@@ -20,9 +20,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api import generation_routes, info_routes
+from server.api import generation_routes, info_routes, tokenize_routes
 from server.api.request_schemas import ChatCompletionRequest, CompletionRequest
 from server.api.responses import error_response
+from server.api.tokenize_schemas import DetokenizeRequest, TokenizeRequest
 from server.engine.loaded import LoadedEngine, load_engine
 from server.engine_metrics import EngineCollector
 from server.errors import ApiError, ClientDisconnectedError, invalid_request, method_not_supported, unknown_url
@@ -69,6 +70,7 @@ def create_app(settings: Settings, *, engine_factory: EngineFactory | None = Non
     app.state.on_engine_death = _log_death
     app.include_router(generation_routes.create_router())
     app.include_router(info_routes.create_router())
+    app.include_router(tokenize_routes.create_router())
     # The last one added is the outermost.
     app.add_middleware(ApiKeyMiddleware, keys=settings.api_key, metrics=metrics)
     app.add_middleware(RequestContextMiddleware, metrics=metrics)
@@ -153,7 +155,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         models = models_json_schema(
-            [(CompletionRequest, "validation"), (ChatCompletionRequest, "validation")],
+            [(body, "validation") for body in (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)],
             ref_template="#/components/schemas/{model}",
         )
         schemas = schema["components"]["schemas"]

@@ -37,6 +37,9 @@ ROUTES: Final = (
     "/metrics",
     "/version",
     "/openapi.json",
+    "/tokenizer_info",
+    "/tokenize",
+    "/detokenize",
     "other",
 )
 METHODS: Final = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.api.context import REQUEST_ID_KEY, RequestId
 from server.api.responses import error_response
 from server.errors import ClientDisconnectedError, internal_error, unauthorized
 from server.metrics import ENDPOINTS, Metrics, route_template
@@ -22,11 +23,9 @@ MAX_REQUEST_ID_CHARACTERS = 128
 CLIENT_CLOSED_REQUEST = 499
 
 
-def accepted_request_id(given: str) -> str:
-    """The client's id when it is short and printable, else a new one."""
-    if 0 < len(given) <= MAX_REQUEST_ID_CHARACTERS and all("!" <= character <= "~" for character in given):
-        return given
-    return uuid.uuid4().hex
+def is_sound_request_id(given: str) -> bool:
+    """Short and printable: fit to be sent back and logged."""
+    return 0 < len(given) <= MAX_REQUEST_ID_CHARACTERS and all("!" <= character <= "~" for character in given)
 
 
 def _header_values(scope: Scope, name: bytes) -> list[bytes]:
@@ -42,16 +41,17 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = _header_values(scope, b"x-request-id")
-        request_id = accepted_request_id(given[0].decode("latin-1") if given else "")
-        scope["gemserve.request_id"] = request_id
+        values = _header_values(scope, b"x-request-id")
+        given = values[0].decode("latin-1") if values else ""
+        request_id = RequestId(given, is_given=True) if is_sound_request_id(given) else RequestId(uuid.uuid4().hex)
+        scope[REQUEST_ID_KEY] = request_id
         status = 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.encode("latin-1"))]}
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.value.encode("latin-1"))]}
             await send(message)
 
         route = route_template(scope["path"])
@@ -63,7 +63,7 @@ class RequestContextMiddleware:
         except ClientDisconnectedError:
             status = status or CLIENT_CLOSED_REQUEST
         except Exception:
-            logger.exception("request %s failed", request_id)
+            logger.exception("request %s failed", request_id.value)
             if status:
                 raise  # half an answer is out: the connection must not look sound
             await error_response(internal_error())(scope, receive, send_with_id)

@@ -4,6 +4,7 @@ Counted here, so that every number a client sees in ``usage`` is the number in t
 """
 
 import logging
+import math
 import time
 
 from server.engine.request import RequestTimings, TokenOutput
@@ -25,6 +26,7 @@ class ChoiceRecord:
     def observe(self, output: TokenOutput, num_prompt_tokens: int, is_first: bool) -> None:
         """Count one output of the engine as it arrives."""
         now = time.monotonic()
+        self._request.phases.observe(output.timings, now)
         if is_first:
             self._metrics.prompt_tokens.inc(num_prompt_tokens)
             self._metrics.prompt_tokens_cached.inc(output.num_cached_tokens)
@@ -54,14 +56,44 @@ class ChoiceRecord:
                 self._metrics.time_per_output_token.observe(seconds / (self._num_tokens - 1))
 
 
+class PhaseTimes:
+    """The phases of a whole request: until the first of its choices ran, until the first token, until the last output. They
+    follow each other, so that their sum is the request's time in the engine, however many choices it has."""
+
+    def __init__(self) -> None:
+        self._arrival = self._first_scheduled = self._first_token = math.inf
+        self._last = -math.inf
+
+    def observe(self, timings: RequestTimings, now: float) -> None:
+        assert timings.first_scheduled is not None
+        assert timings.first_token is not None
+        self._arrival = min(self._arrival, timings.arrival)
+        self._first_scheduled = min(self._first_scheduled, timings.first_scheduled)
+        self._first_token = min(self._first_token, timings.first_token)
+        self._last = max(self._last, now)
+
+    def server_timing(self) -> str:
+        """The value of a Server-Timing header, in milliseconds. For requests that had an output."""
+        phases = {
+            "queue": self._first_scheduled - self._arrival,
+            "prefill": self._first_token - self._first_scheduled,
+            "decode": self._last - self._first_token,
+        }
+        return ", ".join(f"{name};dur={1000 * seconds:.3f}" for name, seconds in phases.items())
+
+
 class RequestRecord:
-    def __init__(self, metrics: Metrics, endpoint: str, request_id: str) -> None:
+    """``response_id`` stands in the body, ``request_id`` in the header; they differ where the client chose the latter."""
+
+    def __init__(self, metrics: Metrics, endpoint: str, response_id: str, request_id: str) -> None:
         self.metrics = metrics
         self.stream = False
         self._endpoint = endpoint
+        self._response_id = response_id
         self._request_id = request_id
         self._arrival = time.monotonic()
         self._first_token: float | None = None
+        self.phases = PhaseTimes()
         self._outcome: str | None = None
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
@@ -73,6 +105,11 @@ class RequestRecord:
     @property
     def is_finished(self) -> bool:
         return self._outcome is not None
+
+    def timing_headers(self) -> dict[str, str]:
+        """Of an answer in one piece, once it is complete."""
+        milliseconds = round(1000 * (time.monotonic() - self._arrival))
+        return {"server-timing": self.phases.server_timing(), "openai-processing-ms": str(milliseconds)}
 
     def observe_plan(self, num_prompt_tokens: int, max_tokens: int) -> None:
         self.num_prompt_tokens = num_prompt_tokens
@@ -99,7 +136,8 @@ class RequestRecord:
         if self._first_token is not None:
             self.metrics.request_generation_tokens.observe(self.num_generated_tokens)
         logger.info(
-            "%s %s %s prompt_tokens=%d generated_tokens=%d ttft=%s seconds=%.3f",
+            "%s request_id=%s %s %s prompt_tokens=%d generated_tokens=%d ttft=%s seconds=%.3f",
+            self._response_id,
             self._request_id,
             self._endpoint,
             outcome,

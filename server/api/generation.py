@@ -47,6 +47,14 @@ class GenerationPlan:
     n: int
     stop: tuple[str, ...]
     cache_salt: str | None = None
+    include_stop: bool = False  # the text ends with the stop string or stop token
+    skip_special_tokens: bool = True
+    num_best: int | None = None  # of the n choices of each prompt, so many are returned: the likeliest
+
+    @property
+    def shows_labels(self) -> bool:
+        """Generated tokens come with the request's own choice of alternatives, all of which are shown."""
+        return self.prompts[0].sampling.logprob_token_ids is not None
 
     @property
     def num_choices(self) -> int:
@@ -91,13 +99,21 @@ class _ChoiceText:
     """Turns the outputs of one request in the engine into events."""
 
     def __init__(self, tokenizer: Tokenizer, plan: GenerationPlan, sampling: SamplingParams) -> None:
-        self._detokenizer = Detokenizer(tokenizer, stop=plan.stop, min_tokens=sampling.min_tokens)
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            stop=plan.stop,
+            include_stop=plan.include_stop,
+            skip_special_tokens=plan.skip_special_tokens,
+            min_tokens=sampling.min_tokens,
+        )
+        self._shows_stop_token = plan.include_stop
         self._num_tokens = 0
 
     def event(self, output: TokenOutput, index: int, is_first: bool) -> ChoiceEvent:
         token_ids = output.token_ids
         detokenizer = self._detokenizer
-        text = detokenizer.push(token_ids[:-1] if output.stop_token_id is not None else token_ids)
+        hides_last = output.stop_token_id is not None and not self._shows_stop_token
+        text = detokenizer.push(token_ids[:-1] if hides_last else token_ids)
         finish_reason = output.finish_reason
         if finish_reason is not None:
             text += detokenizer.flush()
@@ -117,7 +133,7 @@ class GenerationRun:
         self.usage = Usage(prompt_tokens=sum(len(prompt.token_ids) for prompt in plan.prompts))
         self._engine = engine
         self._tokenizer = tokenizer
-        self._plan = plan
+        self.plan = plan
         self._record = record
         self._events: asyncio.Queue[ChoiceEvent | Exception] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
@@ -127,8 +143,8 @@ class GenerationRun:
     def start(self, receive: Receive) -> None:
         """Send every choice to the engine, and watch ``receive`` for the client's departure."""
         self._tasks.append(asyncio.create_task(self._watch(receive)))
-        n = self._plan.n
-        for prompt_index, prompt in enumerate(self._plan.prompts):
+        n = self.plan.n
+        for prompt_index, prompt in enumerate(self.plan.prompts):
             if prompt.sampling.greedy:  # all choices are the same: computed once, delivered n times
                 self._tasks.append(asyncio.create_task(self._run_choice(prompt_index, 0, n)))
                 continue
@@ -180,7 +196,7 @@ class GenerationRun:
         if isinstance(error, (ApiError, RequestFailedError)):
             return error if isinstance(error, ApiError) else internal_error(f"The request failed: {error}")
         if not isinstance(error, EngineError):
-            logger.error("a choice of %s failed", self._plan.response_id, exc_info=error)
+            logger.error("a choice of %s failed", self.plan.response_id, exc_info=error)
         return internal_error()
 
     async def _watch(self, receive: Receive) -> None:
@@ -190,14 +206,14 @@ class GenerationRun:
         self._stop_tasks()
 
     async def _run_choice(self, prompt_index: int, choice: int, num_copies: int) -> None:
-        index = prompt_index * self._plan.n + choice
+        index = prompt_index * self.plan.n + choice
         try:
             await self._generate(prompt_index, choice, index, num_copies)
         except Exception as error:  # delivered to whoever takes the events
             self._events.put_nowait(error)
 
     async def _generate(self, prompt_index: int, choice: int, index: int, num_copies: int) -> None:
-        plan, prompt = self._plan, self._plan.prompts[prompt_index]
+        plan, prompt = self.plan, self.plan.prompts[prompt_index]
         spec = GenerationSpec(
             request_id=f"{plan.response_id}-{index}",
             prompt_token_ids=prompt.token_ids,

@@ -1,6 +1,5 @@
 """POST /v1/completions and POST /v1/chat/completions: read, check, plan, run, answer. Only the answer's form differs."""
 
-import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -23,16 +22,12 @@ from server.api.responses import (
     StreamUsage,
     collected_response,
 )
-from server.api.validation import parse_request, read_json_object
+from server.api.validation import parse_request, read_json_object, request_body
 from server.api.wire_forms import ChatForm, CompletionForm, WireForm
 from server.engine.loaded import LoadedEngine
 from server.errors import ApiError, ClientDisconnectedError
 from server.request_metrics import RequestRecord
 from server.state import ServerState
-
-IGNORED_HEADER = "x-gemserve-ignored-parameters"
-_HEADER_UNSAFE = re.compile(r"[^][A-Za-z0-9_.-]")
-_MAX_HEADER_CHARACTERS = 1000
 
 Body = TypeVar("Body", bound=GenerationRequest)
 Prepare = Callable[[ServerState, LoadedEngine, Body, str], Awaitable[GenerationPlan]]
@@ -53,28 +48,32 @@ class _Endpoint(Generic[Body]):
 
     async def handle(self, request: Request) -> Response:
         state = state_of(request)
-        record = RequestRecord(state.metrics, self._name, request_id_of(request))
+        response_id = f"{self._id_prefix}-{uuid.uuid4().hex}"
+        request_id = request_id_of(request)
+        request_id.adopt(response_id)
+        record = RequestRecord(state.metrics, self._name, response_id, request_id.value)
         async with _counted(state, self._name, record):
             loaded = state.require_loaded()
             parsed = parse_request(self._body, await read_json_object(request), strict_params=state.settings.strict_params)
             body = parsed.body
             record.stream = bool(body.stream)
-            response_id = f"{self._id_prefix}-{uuid.uuid4().hex}"
             plan = await self._prepare(state, loaded, body, response_id)
             record.observe_plan(
                 sum(len(prompt.token_ids) for prompt in plan.prompts), max(prompt.sampling.max_tokens for prompt in plan.prompts)
             )
             head = ResponseHead(response_id, int(time.time()), body.model or loaded.model_names[0], state.system_fingerprint)
-            headers = _ignored_header(parsed.ignored)
+            headers = parsed.headers()
             form = self._make_form(loaded, plan, body)
             run = GenerationRun(loaded.engine, loaded.tokenizer, plan, record)
             run.start(request.receive)
             if body.stream:
                 return await _stream(run, form, head, body, state, headers)
             try:
-                return await collected_response(run, form, head, headers)
+                response = await collected_response(run, form, head, headers)
             finally:
                 await run.close()
+            response.headers.update(record.timing_headers())
+            return response
 
 
 async def _stream(
@@ -116,21 +115,12 @@ async def _counted(state: ServerState, endpoint: str, record: RequestRecord) -> 
         raise
 
 
-def _ignored_header(names: tuple[str, ...]) -> dict[str, str]:
-    if not names:
-        return {}
-    safe = (_HEADER_UNSAFE.sub("?", name[:128]) for name in names)
-    return {IGNORED_HEADER: ", ".join(safe)[:_MAX_HEADER_CHARACTERS]}
-
-
 def _completion_form(loaded: LoadedEngine, plan: GenerationPlan, body: CompletionRequest) -> WireForm:
-    prompt = body.prompt
-    is_text = isinstance(prompt, str) or isinstance(prompt[0], str)
-    return CompletionForm(loaded.tokenizer, plan, echo=bool(body.echo), logprobs=body.logprobs, prompts_are_text=is_text)
+    return CompletionForm(loaded.tokenizer, plan, body)
 
 
 def _chat_form(loaded: LoadedEngine, plan: GenerationPlan, body: ChatCompletionRequest) -> WireForm:
-    return ChatForm(loaded.tokenizer, top_logprobs=plan.prompts[0].sampling.logprobs)
+    return ChatForm(loaded.tokenizer, plan, body)
 
 
 def create_router() -> APIRouter:
@@ -141,7 +131,7 @@ def create_router() -> APIRouter:
     @router.post(
         "/v1/completions",
         responses={200: {"model": CompletionResponse}, **_ERRORS},
-        openapi_extra=_request_body("CompletionRequest"),
+        openapi_extra=request_body("CompletionRequest"),
         summary="Continue a prompt",
     )
     async def create_completion(request: Request) -> Response:
@@ -150,16 +140,10 @@ def create_router() -> APIRouter:
     @router.post(
         "/v1/chat/completions",
         responses={200: {"model": ChatCompletionResponse}, **_ERRORS},
-        openapi_extra=_request_body("ChatCompletionRequest"),
+        openapi_extra=request_body("ChatCompletionRequest"),
         summary="Answer a chat",
     )
     async def create_chat_completion(request: Request) -> Response:
         return await chat.handle(request)
 
     return router
-
-
-def _request_body(schema: str) -> dict[str, Any]:
-    """The body is read by hand, so its schema is named by hand; ``openapi`` adds it to the components."""
-    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
-    return {"requestBody": {"required": True, "content": content}}

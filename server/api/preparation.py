@@ -1,54 +1,55 @@
-"""From a checked body to a plan: defaults filled in, ids and lengths checked against the model, text encoded outside the
-event loop.
+"""From a checked body to a plan: defaults filled in, ids and lengths checked against the model, prompts encoded.
 
 Defaults: the request, then the model's generation_config.json, then OpenAI's. Every refusal is an ApiError that names the field.
 """
 
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
-
-from anyio import to_thread
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 from model.sampling_params import SamplingParams
 from server.api.generation import GenerationPlan, PromptPlan
+from server.api.prompts import (
+    EncodedPrompt,
+    check_token_ids,
+    encode_chat,
+    encode_prompt,
+    in_thread,
+    prompt_list,
+    truncated,
+    unknown_token,
+)
 from server.api.request_schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from server.engine.loaded import LoadedEngine
-from server.errors import ApiError, context_length_exceeded, invalid_request, model_not_found, unsupported_parameter
+from server.errors import context_length_exceeded, invalid_request, model_not_found
 from server.state import ServerState
-from server.text.chat_template import ChatMessage, ChatTemplateError, merge_messages
 from server.text.tokenizer import Tokenizer
 
 # Prompts x choices of one request; each is a request of its own in the engine.
 MAX_SEQUENCES = 1024
 DEFAULT_COMPLETION_TOKENS = 16
 
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedPrompt:
-    token_ids: list[int]
-    text: str  # as echo shows it; empty where it is not needed
-
 
 async def prepare_completion(
     state: ServerState, loaded: LoadedEngine, body: CompletionRequest, response_id: str
 ) -> GenerationPlan:
-    _check_common(loaded, body)
+    _check_common(loaded, body, has_logprobs=body.logprobs is not None)
     n = body.n or 1
-    if body.best_of is not None and body.best_of != n:
-        if body.best_of < n:
-            message = f"Invalid value for 'best_of': expected at least n = {n}, got {body.best_of}."
-            raise invalid_request(message, param="best_of", code="integer_below_min_value")
-        raise unsupported_parameter("best_of", "Leave it out or set it to n.")
-    prompts = _prompt_list(body.prompt)
-    _check_num_sequences(len(prompts), n, "prompt")
-    wants_text = bool(body.echo) or body.logprobs is not None
-    encoded = await _in_thread(state, lambda: [_encode_prompt(loaded.tokenizer, prompt, wants_text) for prompt in prompts])
-    prompt_logprobs = body.logprobs if body.echo else None
-    return _plan(
+    num_candidates = _num_candidates(body, n)
+    prompts = prompt_list(body.prompt)
+    _check_num_sequences(len(prompts), num_candidates, "prompt", "n" if num_candidates == n else "best_of")
+    encode = partial(
+        encode_prompt,
+        loaded.tokenizer,
+        limit=_truncation(loaded, body, body.max_tokens, DEFAULT_COMPLETION_TOKENS),
+        wants_text=bool(body.echo) or body.logprobs is not None,
+        skip_special_tokens=body.skip_special_tokens is not False,
+    )
+    encoded = await in_thread(state, lambda: [encode(prompt) for prompt in prompts])
+    logprobs = 0 if num_candidates > n and body.logprobs is None else body.logprobs
+    echoed = body.logprobs if body.echo else None
+    plan = _plan(
         state,
         loaded,
         body,
@@ -56,39 +57,57 @@ async def prepare_completion(
         encoded,
         max_tokens=body.max_tokens,
         default_max_tokens=DEFAULT_COMPLETION_TOKENS,
-        logprobs=body.logprobs,
-        prompt_logprobs=prompt_logprobs,
+        logprobs=logprobs,
+        # One run of the prompt serves both; each form shows as many alternatives as it was asked for.
+        prompt_logprobs=max((count for count in (echoed, body.prompt_logprobs) if count is not None), default=None),
         prompt_field="prompt",
     )
+    return replace(plan, n=num_candidates, num_best=n if num_candidates > n else None)
+
+
+def _num_candidates(body: CompletionRequest, n: int) -> int:
+    """How many choices per prompt are drawn: best_of, of which the best n are returned."""
+    if body.best_of is None:
+        return n
+    if body.best_of < n:
+        message = f"Invalid value for 'best_of': expected at least n = {n}, got {body.best_of}."
+        raise invalid_request(message, param="best_of", code="integer_below_min_value")
+    if body.best_of > n and body.stream:
+        message = "Invalid value for 'best_of': with 'stream' the best choice is not known before its end; leave one of them out."
+        raise invalid_request(message, param="best_of", code="invalid_value")
+    return body.best_of
 
 
 async def prepare_chat(state: ServerState, loaded: LoadedEngine, body: ChatCompletionRequest, response_id: str) -> GenerationPlan:
-    _check_common(loaded, body)
-    _check_num_sequences(1, body.n or 1, "messages")
+    _check_common(loaded, body, has_logprobs=bool(body.logprobs))
+    _check_num_sequences(1, body.n or 1, "messages", "n")
     if body.top_logprobs is not None and not body.logprobs:
         message = "Invalid value for 'top_logprobs': it needs 'logprobs': true."
         raise invalid_request(message, param="top_logprobs", code="invalid_value")
-    messages = _chat_messages(body)
-    try:
-        merged = merge_messages(messages, strict=state.settings.strict_roles)
-        token_ids = await _in_thread(state, lambda: loaded.tokenizer.encode_chat(merged))
-    except ChatTemplateError as error:
-        raise invalid_request(str(error), param=error.param, code="invalid_value") from None
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    token_ids = await encode_chat(
+        state,
+        loaded.tokenizer,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+    )
+    limit = _truncation(loaded, body, max_tokens, 1)
     return _plan(
         state,
         loaded,
         body,
         response_id,
-        [EncodedPrompt(token_ids, "")],
-        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        [EncodedPrompt(truncated(token_ids, limit, loaded.tokenizer.bos_token_id), "")],
+        max_tokens=max_tokens,
         default_max_tokens=None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=None,
+        prompt_logprobs=body.prompt_logprobs,
         prompt_field="messages",
     )
 
 
-def _check_common(loaded: LoadedEngine, body: GenerationRequest) -> None:
+def _check_common(loaded: LoadedEngine, body: GenerationRequest, *, has_logprobs: bool) -> None:
     if body.model is not None and body.model not in loaded.model_names:
         raise model_not_found(body.model)
     if body.stream_options is not None and not body.stream:
@@ -97,56 +116,37 @@ def _check_common(loaded: LoadedEngine, body: GenerationRequest) -> None:
     num_tokens = loaded.tokenizer.num_tokens
     for token_id in body.stop_token_ids or ():
         if token_id >= num_tokens:
-            raise _unknown_token("stop_token_ids", token_id, num_tokens)
+            raise unknown_token("stop_token_ids", token_id, num_tokens)
     for key in body.logit_bias or ():
         if int(key) >= num_tokens:
-            raise _unknown_token("logit_bias", int(key), num_tokens)
+            raise unknown_token("logit_bias", int(key), num_tokens)
+    for token_id in body.allowed_token_ids or ():
+        if token_id >= num_tokens:
+            raise unknown_token("allowed_token_ids", token_id, num_tokens)
+    if body.prompt_logprobs is not None and body.stream:
+        message = "Invalid value for 'prompt_logprobs': they are not sent with 'stream'; leave one of them out."
+        raise invalid_request(message, param="prompt_logprobs", code="invalid_value")
+    check_token_ids(loaded.tokenizer, body.logprob_token_ids or (), "logprob_token_ids")
+    if body.logprob_token_ids and not has_logprobs:
+        message = "Invalid value for 'logprob_token_ids': it needs 'logprobs'."
+        raise invalid_request(message, param="logprob_token_ids", code="invalid_value")
 
 
-def _unknown_token(param: str, token_id: int, num_tokens: int) -> ApiError:
-    shown = str(token_id) if -(10**20) < token_id < 10**20 else "a huge integer"
-    message = f"Invalid value for '{param}': token ids are 0 to {num_tokens - 1}, got {shown}."
-    return invalid_request(message, param=param, code="invalid_value")
-
-
-def _check_num_sequences(num_prompts: int, n: int, param: str) -> None:
+def _check_num_sequences(num_prompts: int, n: int, param: str, count_param: str) -> None:
     if num_prompts * n > MAX_SEQUENCES:
-        message = f"Invalid value for 'n': {num_prompts} prompts x {n} choices are more than the limit of {MAX_SEQUENCES}."
-        raise invalid_request(message, param="n" if n > 1 else param, code="integer_above_max_value")
+        message = (
+            f"Invalid value for '{count_param}': {num_prompts} prompts x {n} choices are more than the limit of {MAX_SEQUENCES}."
+        )
+        raise invalid_request(message, param=count_param if n > 1 else param, code="integer_above_max_value")
 
 
-def _prompt_list(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt[0], int):
-        return [prompt]
-    return prompt
-
-
-def _encode_prompt(tokenizer: Tokenizer, prompt: str | list[int], wants_text: bool) -> EncodedPrompt:
-    """Text gets one BOS; ids are used as they are."""
-    if isinstance(prompt, str):
-        return EncodedPrompt(tokenizer.encode(prompt), prompt)
-    if min(prompt) < 0 or max(prompt) >= tokenizer.num_known_tokens:
-        wrong = next(token_id for token_id in prompt if not 0 <= token_id < tokenizer.num_known_tokens)
-        raise _unknown_token("prompt", wrong, tokenizer.num_known_tokens)
-    return EncodedPrompt(prompt, tokenizer.decode(prompt) if wants_text else "")
-
-
-def _chat_messages(body: ChatCompletionRequest) -> list[ChatMessage]:
-    messages = []
-    for index, message in enumerate(body.messages):
-        if message.content is None:
-            param = f"messages[{index}].content"
-            text = f"Invalid value for '{param}': a message of role '{message.role}' needs text."
-            raise invalid_request(text, param=param, code="invalid_type")
-        parts = tuple(part.text for part in message.content)
-        messages.append(ChatMessage(message.role, parts[0] if len(parts) == 1 else parts))
-    return messages
-
-
-async def _in_thread(state: ServerState, work: Callable[[], Result]) -> Result:
-    return await to_thread.run_sync(work, limiter=state.encoding_limiter)
+def _truncation(loaded: LoadedEngine, body: GenerationRequest, max_tokens: int | None, default_max_tokens: int) -> int | None:
+    """The most tokens a prompt keeps; None when nothing is to be cut. -1 leaves room for max_tokens."""
+    asked = body.truncate_prompt_tokens
+    if asked != -1:
+        return asked
+    wanted = default_max_tokens if max_tokens is None else max_tokens
+    return max(1, loaded.engine.limits.max_model_len - wanted)
 
 
 def _plan(
@@ -180,7 +180,15 @@ def _plan(
         )
         sampling = _sampling(state, loaded, body, limit, min(min_tokens, limit), seed, logprobs, prompt_logprobs)
         plans.append(PromptPlan(prompt.token_ids, sampling, prompt.text))
-    return GenerationPlan(response_id, tuple(plans), body.n or 1, tuple(body.stop or ()), body.cache_salt)
+    return GenerationPlan(
+        response_id,
+        tuple(plans),
+        body.n or 1,
+        tuple(body.stop or ()),
+        body.cache_salt,
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+    )
 
 
 def _fitting_max_tokens(
@@ -212,6 +220,7 @@ def _sampling(
         top_p, top_k = 1.0, 1
     tokenizer = loaded.tokenizer
     biases = [(int(key), bias) for key, bias in (body.logit_bias or {}).items()]
+    stop_ids = stop_token_ids(tokenizer, body)
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=float(temperature),
@@ -224,11 +233,27 @@ def _sampling(
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         # An id that the head has and the tokenizer has not is never drawn: nothing to push or to wait for.
         logit_bias=tuple(sorted((token_id, bias) for token_id, bias in biases if token_id < tokenizer.num_known_tokens)),
-        stop_token_ids=stop_token_ids(tokenizer, body),
+        allowed_token_ids=_allowed_token_ids(tokenizer, body, stop_ids, min_tokens),
+        stop_token_ids=stop_ids,
         min_tokens=min_tokens,
         logprobs=logprobs,
+        logprob_token_ids=tuple(dict.fromkeys(body.logprob_token_ids)) if body.logprob_token_ids else None,
         prompt_logprobs=prompt_logprobs,
     )
+
+
+def _allowed_token_ids(
+    tokenizer: Tokenizer, body: GenerationRequest, stop_ids: frozenset[int], min_tokens: int
+) -> tuple[int, ...] | None:
+    """Refuses what leaves no token to draw: ids without a token, or end tokens alone while min_tokens keeps them out."""
+    if body.allowed_token_ids is None:
+        return None
+    allowed = {token_id for token_id in body.allowed_token_ids if token_id < tokenizer.num_known_tokens}
+    if not (allowed - stop_ids if min_tokens > 0 else allowed):
+        message = "Invalid value for 'allowed_token_ids': no token is left to draw (ids without a token"
+        message += ", end tokens before 'min_tokens')." if min_tokens > 0 else ")."
+        raise invalid_request(message, param="allowed_token_ids", code="invalid_value")
+    return tuple(sorted(allowed))
 
 
 def stop_token_ids(tokenizer: Tokenizer, body: GenerationRequest) -> frozenset[int]:

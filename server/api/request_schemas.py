@@ -14,6 +14,9 @@ MAX_STOP_CHARACTERS = 1000
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_LOGPROBS = 20
+MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_BEST_OF = 20
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 
@@ -33,7 +36,7 @@ def _check_prompt(value: object) -> object:
     vocabulary later. A plain union of lists would take [true, 2.0, "5"] for ids and report every element of a long list."""
     expected = "expected a string, a list of strings, a list of token ids, or a list of lists of token ids"
     if isinstance(value, str):
-        return _check_text(value)
+        return check_text(value)
     if not isinstance(value, list):
         raise _wrong_type(expected)
     if not value:
@@ -43,7 +46,7 @@ def _check_prompt(value: object) -> object:
         if not all(isinstance(item, str) for item in value):
             raise _wrong_type(expected + "; the list mixes them")
         for item in value:
-            _check_text(item)
+            check_text(item)
     elif isinstance(first, list):
         if not all(isinstance(item, list) for item in value):
             raise _wrong_type(expected + "; the list mixes them")
@@ -63,7 +66,8 @@ def _check_prompt(value: object) -> object:
     return value
 
 
-def _check_text(value: str) -> str:
+def check_text(value: str) -> str:
+    """Limits of length go before it: behind a check of our own pydantic takes any text for a list."""
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
@@ -88,7 +92,13 @@ def _check_logit_bias(value: dict[str, float]) -> dict[str, float]:
     return value
 
 
-Text = Annotated[str, AfterValidator(_check_text)]
+def _check_truncation(value: int) -> int:
+    if value == 0:
+        raise PydanticCustomError("integer_below_min_value", "expected -1 or at least 1")
+    return value
+
+
+Text = Annotated[str, AfterValidator(check_text)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 StopList = Annotated[
     list[StopString],
@@ -98,6 +108,12 @@ StopList = Annotated[
 ]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenCount = Annotated[int, Field(ge=0, le=MAX_INT)]
+Truncation = Annotated[
+    int,
+    Field(ge=-1, le=MAX_INT),
+    AfterValidator(_check_truncation),
+    WithJsonSchema({"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1}]}),
+]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]], AfterValidator(_check_logit_bias)]
 PromptField = Annotated[
@@ -143,9 +159,24 @@ class GenerationRequest(WireModel):
         None, description="On tokens of the prompt and generated ones; 1: off."
     )
     logit_bias: LogitBias | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = Field(
+        None, description="Nothing else is drawn, end tokens included."
+    )
+    logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LOGPROB_TOKEN_IDS)] | None = Field(
+        None, description="With logprobs: the alternatives reported at each generated position, instead of the likeliest."
+    )
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+        None, description="Log-probabilities of the prompt's tokens, with so many alternatives. Not with stream."
+    )
+    return_token_ids: bool | None = Field(None, description="Adds prompt_token_ids and token_ids to the answer.")
+    include_stop_str_in_output: bool | None = Field(None, description="The text ends with the stop string or stop token.")
+    skip_special_tokens: bool | None = Field(None, description="False: control tokens are shown as their literals. Default true.")
+    truncate_prompt_tokens: Truncation | None = Field(
+        None, description="Keep this many tokens at the prompt's end (-1: what fits), and a beginning-of-sequence token in front."
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: Annotated[Text, Field(min_length=1, max_length=256)] | None = Field(
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256), AfterValidator(check_text)] | None = Field(
         None, description="Cached prefixes are shared between requests of the same salt only."
     )
     user: Annotated[str, Field(max_length=512)] | None = None
@@ -166,7 +197,9 @@ class CompletionRequest(GenerationRequest):
         None, description="Alternatives beside each token; raw log-probabilities, before temperature, penalties and bias."
     )
     echo: bool | None = None
-    best_of: Annotated[int, Field(ge=0, le=20)] | None = Field(None, description="Only 1 or equal to n.")
+    best_of: Annotated[int, Field(ge=0, le=MAX_BEST_OF)] | None = Field(
+        None, description="Draw so many choices per prompt and return the n of the highest mean log-probability. Not with stream."
+    )
 
 
 class TextPart(WireModel):
@@ -226,6 +259,10 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: TokenCount | None = Field(None, description="Wins over max_tokens.")
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(None, description="Needs logprobs: true.")
+    add_generation_prompt: bool | None = Field(None, description="False: the prompt ends with the last message. Default true.")
+    continue_final_message: bool | None = Field(
+        None, description="The answer continues the last message, whose turn stays open; without a generation prompt."
+    )
 
 
 # Accepted without effect: the answer names them in the header x-gemserve-ignored-parameters.

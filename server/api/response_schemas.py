@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 
 class PromptTokensDetails(BaseModel):
@@ -23,11 +23,24 @@ class LegacyLogprobsSchema(BaseModel):
     text_offset: list[int]
 
 
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# One entry per token of the prompt, by token id; null for the first.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: LegacyLogprobsSchema | None
     finish_reason: Literal["stop", "length"] | None
+    token_ids: list[int] = Field(default_factory=list, description="With return_token_ids.")
+    prompt_token_ids: list[int] = Field(default_factory=list, description="With return_token_ids.")
+    prompt_logprobs: PromptLogprobs = Field(default_factory=list, description="With prompt_logprobs.")
 
 
 class CompletionResponse(BaseModel):
@@ -66,6 +79,7 @@ class ChatChoice(BaseModel):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length"]
+    token_ids: list[int] = Field(default_factory=list, description="With return_token_ids.")
 
 
 class ChatCompletionResponse(BaseModel):
@@ -76,6 +90,8 @@ class ChatCompletionResponse(BaseModel):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: UsageSchema
+    prompt_token_ids: list[int] = Field(default_factory=list, description="With return_token_ids.")
+    prompt_logprobs: PromptLogprobs = Field(default_factory=list, description="With prompt_logprobs.")
 
 
 class ErrorDetail(BaseModel):
@@ -103,6 +119,27 @@ class ModelCard(BaseModel):
 class ModelList(BaseModel):
     object: Literal["list"]
     data: list[ModelCard]
+
+
+class TokenizerInfo(BaseModel):
+    bos_token: str
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    add_bos_token: bool
+    model_max_length: int
+    chat_template: str
+
+
+class TokenizeResponse(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str
 
 
 class HealthResponse(BaseModel):

@@ -8,6 +8,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from server.api.best_of import ChoiceRanking
 from server.api.generation import ChoiceEvent, GenerationRun
 from server.api.wire_forms import Choice, WireForm
 from server.errors import ApiError, ClientDisconnectedError
@@ -70,10 +71,12 @@ class StreamUsage:
 
 async def collected_response(run: GenerationRun, form: WireForm, head: ResponseHead, headers: Mapping[str, str]) -> Response:
     pieces: dict[int, list[Choice]] = {}
+    ranking = ChoiceRanking(run.plan)
     while (event := await run.next_event()) is not None:
+        ranking.observe(event)
         pieces.setdefault(event.index, []).extend(form.pieces(event))
-    choices = [form.merged(pieces[index]) for index in sorted(pieces)]
-    body = head.envelope(form.object_name, choices)
+    choices = [{**form.merged(pieces[chosen]), "index": index} for index, chosen in enumerate(ranking.returned())]
+    body = head.envelope(form.object_name, choices) | form.answer_fields()
     body["usage"] = run.usage.wire()
     return JsonResponse(body, headers=dict(headers))
 
@@ -135,6 +138,8 @@ class EventStreamResponse(Response):
 
     def _chunk(self, choices: list[Choice]) -> bytes:
         chunk = self._head.envelope(self._form.chunk_object_name, choices)
+        for piece in choices:
+            chunk |= self._form.chunk_fields(piece)
         if self._usage.include:
             chunk["usage"] = self._run.usage.wire() if self._usage.continuous or not choices else None
         return b"data: " + encode_json(chunk) + b"\n\n"

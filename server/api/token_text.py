@@ -15,8 +15,9 @@ def wire_logprob(value: float) -> float:
     return max(value, LEAST_LOGPROB)
 
 
-def chat_entry(tokenizer: Tokenizer, token: TokenLogprobs, num_top: int) -> dict[str, Any]:
-    """``bytes`` are the token's own, so that all of them joined are the exact output even where a character spans tokens."""
+def chat_entry(tokenizer: Tokenizer, token: TokenLogprobs, num_top: int | None) -> dict[str, Any]:
+    """``num_top`` None: all alternatives. ``bytes`` are the token's own, so that all of them joined are the exact output even
+    where a character spans tokens."""
     entry = _token_entry(tokenizer, token.token_id, token.logprob)
     entry["top_logprobs"] = [_token_entry(tokenizer, token_id, logprob) for token_id, logprob in token.top[:num_top]]
     return entry
@@ -27,12 +28,31 @@ def _token_entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[st
     return {"token": tokenizer.token_text(token_id), "logprob": wire_logprob(logprob), "bytes": list(raw) or None}
 
 
+def prompt_entries(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], num_top: int) -> list[dict[str, Any] | None]:
+    """vLLM's prompt_logprobs: null for the first token, then for each the token itself and the likeliest, by token id."""
+    entries: list[dict[str, Any] | None] = [None]
+    for token in logprobs:
+        top = token.top[:num_top]
+        ranked = [(token.token_id, token.logprob, token.rank)]
+        # Equal values share a rank, as they do where the token itself is ranked.
+        ranked += [(i, value, 1 + sum(other > value for _, other in top)) for i, value in top if i != token.token_id]
+        entries.append(
+            {
+                str(token_id): {"logprob": wire_logprob(value), "rank": rank, "decoded_token": tokenizer.token_text(token_id)}
+                for token_id, value, rank in ranked
+            }
+        )
+    return entries
+
+
 class LegacyLogprobs:
     """Writes the legacy lists of one choice, piece by piece; offsets are in characters from the start of the prompt."""
 
-    def __init__(self, tokenizer: Tokenizer, num_top: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, num_top: int, skipped: frozenset[int]) -> None:
+        """``skipped`` tokens stand in the lists and not in the text."""
         self._tokenizer = tokenizer
         self._num_top = num_top
+        self._skipped = skipped
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -46,8 +66,8 @@ class LegacyLogprobs:
         lists = empty_legacy()
         for position, token_id in enumerate(token_ids):
             is_added_bos = position == 0 and token_id == self._tokenizer.bos_token_id and not self._starts_with_bos(text)
-            advances = not is_added_bos and (shows_control or token_id not in self._tokenizer.skipped_token_ids)
-            self._append(lists, token_id, logprobs[position - 1] if position else None, advances)
+            advances = not is_added_bos and (shows_control or token_id not in self._skipped)
+            self._append(lists, token_id, logprobs[position - 1] if position else None, advances, self._num_top)
         self.skip_prompt(text)
         return lists
 
@@ -59,13 +79,14 @@ class LegacyLogprobs:
         self._decoder.reset()
         self._offset = len(text)
 
-    def generated(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def generated(self, logprobs: Sequence[TokenLogprobs], all_alternatives: bool) -> dict[str, Any]:
         lists = empty_legacy()
         for token in logprobs:
-            self._append(lists, token.token_id, token, token.token_id not in self._tokenizer.skipped_token_ids)
+            num_top = len(token.top) if all_alternatives else self._num_top
+            self._append(lists, token.token_id, token, token.token_id not in self._skipped, num_top)
         return lists
 
-    def _append(self, lists: dict[str, Any], token_id: int, token: TokenLogprobs | None, advances: bool) -> None:
+    def _append(self, lists: dict[str, Any], token_id: int, token: TokenLogprobs | None, advances: bool, num_top: int) -> None:
         tokenizer = self._tokenizer
         lists["tokens"].append(tokenizer.token_text(token_id))
         lists["text_offset"].append(self._offset)
@@ -77,7 +98,7 @@ class LegacyLogprobs:
             return
         lists["token_logprobs"].append(wire_logprob(token.logprob))
         top: dict[str, float] = {}
-        for other_id, logprob in [*token.top[: self._num_top], (token.token_id, token.logprob)]:
+        for other_id, logprob in [*token.top[:num_top], (token.token_id, token.logprob)]:
             text, value = tokenizer.token_text(other_id), wire_logprob(logprob)
             # Tokens that look alike share a key: the likelier one stands there.
             top[text] = max(value, top.get(text, value))

@@ -11,15 +11,14 @@ _OFF: tuple[Any, ...] = (None, False)
 
 # The parameter, and the values that mean "off". A name that an endpoint has a field for is not looked up for it.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (None, True),
+    "add_generation_prompt": (None, True),  # of chats
     "add_special_tokens": (None, True),
-    "allowed_token_ids": (None,),
     "audio": (None,),
     "bad_words": (None, []),
     "best_of": (None, 1),
     "chat_template": (None,),
     "chat_template_kwargs": (None, {}),
-    "continue_final_message": _OFF,
+    "continue_final_message": _OFF,  # of chats
     "documents": (None, []),
     "early_stopping": _OFF,
     "echo": _OFF,
@@ -33,11 +32,9 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "guided_regex": (None,),
     "guided_whitespace_pattern": (None,),
     "include_reasoning": (None, True, False),
-    "include_stop_str_in_output": _OFF,
     "kv_transfer_params": (None,),
     "length_penalty": (None, 1),
     "logits_processors": (None, []),
-    "logprob_token_ids": (None,),
     "lora": (None,),
     "max_completion_tokens": (None,),
     "messages": (None,),
@@ -49,13 +46,10 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "priority": (None, 0),
     "prompt": (None,),
     "prompt_embeds": (None,),
-    "prompt_logprobs": (None,),
     "reasoning": (None,),
     "reasoning_effort": (None, "none"),
     "response_format": (None, {"type": "text"}),
-    "return_token_ids": _OFF,
     "return_tokens_as_token_ids": _OFF,
-    "skip_special_tokens": (None, True),
     "spaces_between_special_tokens": (None, True),
     "structured_outputs": (None,),
     "suffix": (None, ""),
@@ -63,12 +57,16 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": (None, "none"),
     "tools": (None,),
     "top_logprobs": (None,),
-    "truncate_prompt_tokens": (None,),
     "typical_p": (None, 1),
     "use_beam_search": _OFF,
     "verbosity": (None, "medium"),
     "vllm_xargs": (None, {}),
     "web_search_options": (None,),
+}
+
+# Why, where the name alone leaves a client without a way on.
+_REASONS: Mapping[str, str] = {
+    "suffix": "The model continues text and was not trained to fill in the middle: put what comes before the gap into 'prompt'.",
 }
 
 
@@ -85,5 +83,6 @@ def remove_unsupported(body: dict[str, Any], fields: Container[str]) -> dict[str
             rest[name] = value
         elif not any(_same(value, neutral) for neutral in UNSUPPORTED[name]):
             off = [json.dumps(neutral) for neutral in UNSUPPORTED[name] if neutral is not None]
-            raise unsupported_parameter(name, f"Leave it out{f' or set it to {off[0]}' if off else ''}.")
+            reason = f"{_REASONS[name]} " if name in _REASONS else ""
+            raise unsupported_parameter(name, f"{reason}Leave it out{f' or set it to {off[0]}' if off else ''}.")
     return rest

@@ -2,6 +2,7 @@
 ApiError in OpenAI's shape that names the field by its dotted path; messages stay short whatever was sent."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
@@ -13,6 +14,9 @@ from server.api.request_schemas import FIELDS_WITHOUT_MEANING, WireModel
 from server.api.unsupported import remove_unsupported
 from server.errors import ApiError, ClientDisconnectedError, invalid_request, request_too_large, shorten
 
+IGNORED_HEADER = "x-gemserve-ignored-parameters"
+_HEADER_UNSAFE = re.compile(r"[^][A-Za-z0-9_.-]")
+_MAX_HEADER_CHARACTERS = 1000
 MAX_BODY_BYTES = 16 * 1024 * 1024
 _MAX_REPORTED_ERRORS = 5
 
@@ -25,6 +29,19 @@ class ParsedRequest(Generic[Model]):
 
     body: Model
     ignored: tuple[str, ...]
+
+    def headers(self) -> dict[str, str]:
+        """Of the answer: names what had no effect."""
+        if not self.ignored:
+            return {}
+        safe = (_HEADER_UNSAFE.sub("?", name[:128]) for name in self.ignored)
+        return {IGNORED_HEADER: ", ".join(safe)[:_MAX_HEADER_CHARACTERS]}
+
+
+def request_body(schema: str) -> dict[str, Any]:
+    """For the OpenAPI description. Bodies are read by hand, so their schemas are named by hand; ``openapi`` adds components."""
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 async def read_json_object(request: Request, max_bytes: int = MAX_BODY_BYTES) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """How the events of a run look on the wire: one form per endpoint. A form turns events into the choice objects of stream chunks;
 an answer in one piece is those pieces merged, so that both ways say the same by construction. Pure: no I/O, no clock."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from server.api.generation import ChoiceEvent, GenerationPlan
-from server.api.token_text import LegacyLogprobs, chat_entry, empty_legacy
+from server.api.request_schemas import ChatCompletionRequest, CompletionRequest
+from server.api.token_text import LegacyLogprobs, chat_entry, empty_legacy, prompt_entries
 from server.text.tokenizer import Tokenizer
 
 Choice = dict[str, Any]
@@ -23,100 +24,166 @@ class WireForm(Protocol):
         """The pieces of one choice as the choice object of an answer in one piece."""
         ...
 
+    def chunk_fields(self, piece: Choice) -> dict[str, Any]:
+        """What stands beside the choices in the chunk of a piece."""
+        ...
+
+    def answer_fields(self) -> dict[str, Any]:
+        """What stands beside the choices in an answer in one piece."""
+        ...
+
 
 class CompletionForm:
     object_name = "text_completion"
     chunk_object_name = "text_completion"
 
-    def __init__(
-        self, tokenizer: Tokenizer, plan: GenerationPlan, *, echo: bool, logprobs: int | None, prompts_are_text: bool
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, plan: GenerationPlan, body: CompletionRequest) -> None:
         self._tokenizer = tokenizer
         self._plan = plan
-        self._echo = echo
-        self._logprobs = logprobs
-        self._prompts_are_text = prompts_are_text
+        self._echo = bool(body.echo)
+        self._logprobs = body.logprobs
+        self._prompts_are_text = isinstance(body.prompt, str) or isinstance(body.prompt[0], str)
+        self._return_token_ids = bool(body.return_token_ids)
+        self._prompt_logprobs = body.prompt_logprobs
+        self._started: set[int] = set()
         self._writers: dict[int, LegacyLogprobs] = {}
+        self._scored_prompts: dict[int, list[dict[str, Any] | None]] = {}
 
     def pieces(self, event: ChoiceEvent) -> list[Choice]:
         text, logprobs = event.text, None
+        prompt = self._plan.prompts[event.index // self._plan.n]
         if self._echo and event.is_first:
-            text = self._plan.prompts[event.index // self._plan.n].text + text
+            text = prompt.text + text
         if self._logprobs is not None:
             logprobs = self._lists(event, self._logprobs)
+        if self._prompt_logprobs is not None and event.is_first:
+            self._scored_prompts[event.index] = prompt_entries(
+                self._tokenizer, event.prompt_logprobs or (), self._prompt_logprobs
+            )
         pieces = []
-        if text or (logprobs is not None and logprobs["tokens"]):
-            pieces.append(self._piece(event.index, text, logprobs, None))
+        if text or (logprobs is not None and logprobs["tokens"]) or (self._return_token_ids and event.token_ids):
+            pieces.append(self._piece(event.index, text, logprobs, event.token_ids, None))
         if event.finish_reason is not None:
             end = None if self._logprobs is None else empty_legacy()
-            pieces.append(self._piece(event.index, "", end, event.finish_reason))
+            pieces.append(self._piece(event.index, "", end, (), event.finish_reason))
+        if pieces and self._return_token_ids and event.index not in self._started:
+            self._started.add(event.index)
+            pieces[0]["prompt_token_ids"] = prompt.token_ids
         return pieces
 
-    def _piece(self, index: int, text: str, logprobs: Mapping[str, Any] | None, finish_reason: str | None) -> Choice:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+    def _piece(
+        self, index: int, text: str, logprobs: Mapping[str, Any] | None, token_ids: Sequence[int], finish_reason: str | None
+    ) -> Choice:
+        piece: Choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        if self._return_token_ids:
+            piece["token_ids"] = list(token_ids)
+        return piece
 
     def _lists(self, event: ChoiceEvent, num_top: int) -> dict[str, Any]:
         prompt = self._plan.prompts[event.index // self._plan.n]
         lists = empty_legacy()
         if event.is_first:
-            writer = self._writers[event.index] = LegacyLogprobs(self._tokenizer, num_top)
+            skipped = self._tokenizer.skipped_token_ids if self._plan.skip_special_tokens else frozenset[int]()
+            writer = self._writers[event.index] = LegacyLogprobs(self._tokenizer, num_top, skipped)
             if self._echo:
                 lists = writer.prompt(prompt.token_ids, event.prompt_logprobs or (), prompt.text, self._prompts_are_text)
             else:
                 writer.skip_prompt(prompt.text)
-        generated = self._writers[event.index].generated(event.logprobs)
+        generated = self._writers[event.index].generated(event.logprobs, self._plan.shows_labels)
         return {name: lists[name] + generated[name] for name in lists}
 
     def merged(self, pieces: Iterable[Choice]) -> Choice:
         pieces = list(pieces)
-        merged = self._piece(pieces[0]["index"], "".join(piece["text"] for piece in pieces), None, pieces[-1]["finish_reason"])
+        index = pieces[0]["index"]
+        token_ids = [token_id for piece in pieces for token_id in piece.get("token_ids", ())]
+        merged = self._piece(index, "".join(piece["text"] for piece in pieces), None, token_ids, pieces[-1]["finish_reason"])
         if self._logprobs is not None:
             merged["logprobs"] = {
                 name: [item for piece in pieces for item in piece["logprobs"][name]] for name in pieces[0]["logprobs"]
             }
+        if self._return_token_ids:
+            merged["prompt_token_ids"] = pieces[0]["prompt_token_ids"]
+        if self._prompt_logprobs is not None:
+            merged["prompt_logprobs"] = self._scored_prompts[index]
         return merged
+
+    def chunk_fields(self, piece: Choice) -> dict[str, Any]:
+        return {}
+
+    def answer_fields(self) -> dict[str, Any]:
+        return {}
 
 
 class ChatForm:
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer, *, top_logprobs: int | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, plan: GenerationPlan, body: ChatCompletionRequest) -> None:
         self._tokenizer = tokenizer
-        self._top_logprobs = top_logprobs  # None: no log-probabilities
+        self._plan = plan
+        self._shows_logprobs = bool(body.logprobs)
+        self._top_logprobs = body.top_logprobs or 0
+        self._return_token_ids = bool(body.return_token_ids)
+        self._prompt_logprobs = body.prompt_logprobs
+        self._scored_prompt: list[dict[str, Any] | None] = []
         self._started: set[int] = set()
 
     def pieces(self, event: ChoiceEvent) -> list[Choice]:
         """The role comes with the first piece, not before it: clients take the first chunk for the first token."""
         entries = None
-        if self._top_logprobs is not None:
-            entries = [chat_entry(self._tokenizer, token, self._top_logprobs) for token in event.logprobs]
+        if self._shows_logprobs:
+            num_top = None if self._plan.shows_labels else self._top_logprobs
+            entries = [chat_entry(self._tokenizer, token, num_top) for token in event.logprobs]
+        if self._prompt_logprobs is not None and event.is_first:
+            self._scored_prompt = prompt_entries(self._tokenizer, event.prompt_logprobs or (), self._prompt_logprobs)
         pieces = []
-        if event.text or entries:
-            pieces.append(self._piece(event.index, {"content": event.text}, entries, None))
+        if event.text or entries or (self._return_token_ids and event.token_ids):
+            pieces.append(self._piece(event.index, {"content": event.text}, entries, event.token_ids, None))
         if event.finish_reason is not None:
-            pieces.append(self._piece(event.index, {}, None, event.finish_reason))
+            pieces.append(self._piece(event.index, {}, None, (), event.finish_reason))
         if pieces and event.index not in self._started:
             self._started.add(event.index)
-            pieces.insert(0, self._piece(event.index, {"role": "assistant", "content": ""}, None, None))
+            pieces.insert(0, self._piece(event.index, {"role": "assistant", "content": ""}, None, (), None))
         return pieces
 
     def _piece(
-        self, index: int, delta: dict[str, Any], entries: list[dict[str, Any]] | None, finish_reason: str | None
+        self,
+        index: int,
+        delta: dict[str, Any],
+        entries: list[dict[str, Any]] | None,
+        token_ids: Sequence[int],
+        finish_reason: str | None,
     ) -> Choice:
         logprobs = None if entries is None else {"content": entries, "refusal": None}
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        piece: Choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        if self._return_token_ids:
+            piece["token_ids"] = list(token_ids)
+        return piece
 
     def merged(self, pieces: Iterable[Choice]) -> Choice:
         pieces = list(pieces)
         content = "".join(piece["delta"].get("content", "") for piece in pieces)
         logprobs = None
-        if self._top_logprobs is not None:
+        if self._shows_logprobs:
             entries = [entry for piece in pieces if piece["logprobs"] for entry in piece["logprobs"]["content"]]
             logprobs = {"content": entries, "refusal": None}
-        return {
+        merged: Choice = {
             "index": pieces[0]["index"],
             "message": {"role": "assistant", "content": content, "refusal": None},
             "logprobs": logprobs,
             "finish_reason": pieces[-1]["finish_reason"],
         }
+        if self._return_token_ids:
+            merged["token_ids"] = [token_id for piece in pieces for token_id in piece["token_ids"]]
+        return merged
+
+    def chunk_fields(self, piece: Choice) -> dict[str, Any]:
+        """The one prompt of a chat stands beside its choices; in a stream once per choice, with the role."""
+        return self._prompt_ids() if "role" in piece["delta"] else {}
+
+    def answer_fields(self) -> dict[str, Any]:
+        scored = {} if self._prompt_logprobs is None else {"prompt_logprobs": self._scored_prompt}
+        return {**self._prompt_ids(), **scored}
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self._plan.prompts[0].token_ids} if self._return_token_ids else {}

@@ -79,3 +79,52 @@ def test_errors_become_the_clients_exceptions(client: openai.OpenAI) -> None:
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
+
+
+def test_the_best_of_several_choices(client: openai.OpenAI) -> None:
+    options = {"model": MODEL, "prompt": "Hello", "max_tokens": 8, "temperature": 1, "seed": 3, "logprobs": 0}
+    drawn = client.completions.create(**options, n=5)
+    best = client.completions.create(**options, best_of=5)
+
+    def mean(choice: openai.types.CompletionChoice) -> float:
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs is not None
+        return sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
+
+    assert best.choices[0].text == max(drawn.choices, key=mean).text
+    assert best.usage is not None
+    assert best.usage.completion_tokens == 40
+
+
+def test_a_suffix_is_a_bad_request(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="fill in the middle") as refused:
+        client.completions.create(model=MODEL, prompt="a", suffix="b")
+    assert (refused.value.param, refused.value.code) == ("suffix", "unsupported_parameter")
+
+
+def test_extensions_go_through_extra_body(client: openai.OpenAI) -> None:
+    extra = {"return_token_ids": True, "prompt_logprobs": 1, "truncate_prompt_tokens": 4}
+    answer = client.completions.create(model=MODEL, prompt="Hello", max_tokens=3, extra_body=extra)
+    fields = answer.choices[0].model_extra or {}
+    assert len(fields["prompt_token_ids"]) == len(fields["prompt_logprobs"]) == 4
+    assert len(fields["token_ids"]) == 3
+    chat = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Good "}],
+        max_tokens=3,
+        extra_body={"continue_final_message": True, "add_generation_prompt": False, "return_token_ids": True},
+    )
+    assert len((chat.model_extra or {})["prompt_token_ids"]) == (chat.usage.prompt_tokens if chat.usage else 0)
+    assert len((chat.choices[0].model_extra or {})["token_ids"]) == 3
+    only_ids = {"return_token_ids": True}
+    for piece in client.completions.create(model=MODEL, prompt="Hello", max_tokens=3, stream=True, extra_body=only_ids):
+        assert "token_ids" in (piece.choices[0].model_extra or {})
+
+
+def test_the_clients_request_id_is_the_answers_id(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt="Hello", max_tokens=1)
+    assert answer._request_id == answer.id
+    chosen = client.completions.create(model=MODEL, prompt="Hello", max_tokens=1, extra_headers={"X-Request-Id": "mine"})
+    assert chosen._request_id == "mine"
+    raw = client.completions.with_raw_response.create(model=MODEL, prompt="Hello", max_tokens=1)
+    assert int(raw.headers["openai-processing-ms"]) >= 0

@@ -120,11 +120,44 @@ def test_openapi_shows_requests_and_answers(server: LiveServer) -> None:
     components = schema["components"]["schemas"]
     for name in ("CompletionRequest", "ChatCompletionRequest", "CompletionResponse", "ChatCompletionResponse", "ErrorResponse"):
         assert name in components
+    for path, name in (("/tokenize", "Tokenize"), ("/detokenize", "Detokenize")):
+        operation = schema["paths"][path]["post"]
+        bodies = (operation["requestBody"], operation["responses"]["200"])
+        for part, kind in zip(bodies, ("Request", "Response"), strict=True):
+            assert part["content"]["application/json"]["schema"] == {"$ref": f"#/components/schemas/{name}{kind}"}
+        assert {"400", "401", "404", "413", "503"} < set(operation["responses"])
     assert "HTTPValidationError" not in components
     body = schema["paths"][COMPLETIONS]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert body == {"$ref": "#/components/schemas/CompletionRequest"}
     for reference in re.findall(r'"#/components/schemas/(\w+)"', server.client.get("/openapi.json").text):
         assert reference in components
+
+
+def test_openapi_names_what_an_answer_holds_and_requires_nothing_else(server: LiveServer) -> None:
+    components = server.client.get("/openapi.json").json()["components"]["schemas"]
+    asked = {"max_tokens": 2, "return_token_ids": True, "prompt_logprobs": 1}
+    plain = {"max_tokens": 2}
+    for options in (asked, plain):
+        completion = server.complete(prompt="a", **options)
+        chat = server.chat(messages=[{"role": "user", "content": "a"}], **options)
+        answers = {
+            "CompletionResponse": completion,
+            "CompletionChoice": completion["choices"][0],
+            "ChatCompletionResponse": chat,
+            "ChatChoice": chat["choices"][0],
+            "TokenizeResponse": server.post("/tokenize", {"prompt": "a"}).json(),
+            "DetokenizeResponse": server.post("/detokenize", {"tokens": [9]}).json(),
+            "TokenizerInfo": server.client.get("/tokenizer_info").json(),
+        }
+        for name, value in answers.items():
+            assert set(components[name]["required"]) <= set(value) <= set(components[name]["properties"]), name
+            if options is asked:
+                assert set(value) == set(components[name]["properties"])
+    taken = components["CompletionRequest"]["properties"], components["ChatCompletionRequest"]["properties"]
+    both = "allowed_token_ids logprob_token_ids prompt_logprobs return_token_ids include_stop_str_in_output skip_special_tokens"
+    for fields, names in zip(taken, ("best_of", "add_generation_prompt continue_final_message"), strict=True):
+        assert set(f"{both} truncate_prompt_tokens {names}".split()) <= set(fields)
+        assert "suffix" not in fields
 
 
 @pytest.fixture(scope="module")

@@ -65,16 +65,37 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("n", 129, "integer_above_max_value"),
     ("n", 10**18, "integer_above_max_value"),
     ("best_of", 10**6, "integer_above_max_value"),
-    ("best_of", 2, "unsupported_parameter"),
+    ("best_of", 21, "integer_above_max_value"),
+    ("best_of", "2", "invalid_type"),
     ("best_of", 0, "integer_below_min_value"),
     ("logprobs", 21, "integer_above_max_value"),
     ("logprobs", True, "invalid_type"),
+    ("allowed_token_ids", [], "empty_array"),
+    ("allowed_token_ids", [VOCAB_SIZE], "invalid_value"),
+    ("allowed_token_ids", [HUGE], "integer_above_max_value"),
+    ("allowed_token_ids", [True], "invalid_type"),
+    ("logprob_token_ids", [5], "invalid_value"),
+    ("logprob_token_ids", [VOCAB_SIZE], "invalid_value"),
+    ("prompt_logprobs", -1, "integer_below_min_value"),
+    ("prompt_logprobs", 21, "integer_above_max_value"),
+    ("prompt_logprobs", True, "invalid_type"),
+    ("return_token_ids", 1, "invalid_type"),
+    ("include_stop_str_in_output", "yes", "invalid_type"),
+    ("skip_special_tokens", 0, "invalid_type"),
+    ("truncate_prompt_tokens", 0, "integer_below_min_value"),
+    ("truncate_prompt_tokens", -2, "integer_below_min_value"),
+    ("truncate_prompt_tokens", "4", "invalid_type"),
+    ("truncate_prompt_tokens", HUGE, "integer_above_max_value"),
+    ("continue_final_message", True, "unsupported_parameter"),
     ("logit_bias", {"512": 1}, "invalid_value"),
     ("logit_bias", {"-1": 1}, "invalid_value"),
     ("logit_bias", {"abc": 1}, "invalid_value"),
     ("logit_bias", {"1.5": 1}, "invalid_value"),
     ("logit_bias", {" 7": 1}, "invalid_value"),
     ("logit_bias", {str(i): 1 for i in range(5000)}, "object_above_max_properties"),
+    ("cache_salt", "", "empty_string"),
+    ("cache_salt", "x" * 257, "string_above_max_length"),
+    ("cache_salt", "\ud800", "invalid_value"),
     ("presence_penalty", 2.1, "decimal_above_max_value"),
     ("frequency_penalty", -2.1, "decimal_below_min_value"),
     ("repetition_penalty", 0, "decimal_below_min_value"),
@@ -122,6 +143,13 @@ ACCEPTED: list[tuple[str, Any]] = [
     ("max_tokens", 0),
     ("n", 128),
     ("best_of", 1),
+    ("best_of", 20),
+    ("logprobs", 20),
+    ("prompt_logprobs", 20),
+    ("logprob_token_ids", []),
+    ("allowed_token_ids", [VOCAB_SIZE - 1]),
+    ("truncate_prompt_tokens", 1),
+    ("truncate_prompt_tokens", 2**63 - 1),
     ("logit_bias", {"511": 100, "1": -100}),
     ("logit_bias", {}),
     ("suffix", ""),
@@ -130,7 +158,9 @@ ACCEPTED: list[tuple[str, Any]] = [
 ]
 NULLABLE = (
     "model max_tokens min_tokens temperature top_p top_k min_p seed n stop stop_token_ids ignore_eos stream stream_options user "
-    "logprobs echo presence_penalty frequency_penalty repetition_penalty logit_bias cache_salt best_of suffix metadata"
+    "logprobs echo presence_penalty frequency_penalty repetition_penalty logit_bias cache_salt best_of suffix metadata "
+    "allowed_token_ids logprob_token_ids prompt_logprobs return_token_ids include_stop_str_in_output skip_special_tokens "
+    "truncate_prompt_tokens"
 )
 
 

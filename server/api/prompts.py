@@ -1,0 +1,110 @@
+"""Prompts of a request to token ids: text, ids and chats, encoded outside the event loop, and cut where the request asks for it.
+Every refusal is an ApiError that names the field. Nothing here knows how tokens are drawn."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from anyio import to_thread
+
+from server.api.request_schemas import Message
+from server.errors import ApiError, invalid_request
+from server.state import ServerState
+from server.text.chat_template import ChatMessage, ChatTemplateError, merge_messages
+from server.text.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    token_ids: list[int]
+    text: str  # as echo shows it; empty where it is not needed
+
+
+async def in_thread(state: ServerState, work: Callable[[], Result]) -> Result:
+    """Work on long texts, beside the event loop: a few at a time."""
+    return await to_thread.run_sync(work, limiter=state.encoding_limiter)
+
+
+def prompt_list(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [prompt]
+    return prompt
+
+
+def encode_prompt(
+    tokenizer: Tokenizer, prompt: str | list[int], *, limit: int | None, wants_text: bool, skip_special_tokens: bool
+) -> EncodedPrompt:
+    """Text gets one BOS; ids are used as they are. ``limit``: see ``truncated``."""
+    if isinstance(prompt, str):
+        token_ids = tokenizer.encode(prompt)
+        kept = truncated(token_ids, limit, tokenizer.bos_token_id)
+        if len(kept) == len(token_ids):
+            return EncodedPrompt(kept, prompt)
+        shown = kept[1:] if kept[0] == tokenizer.bos_token_id else kept
+        return EncodedPrompt(kept, tokenizer.decode(shown, skip_special_tokens=False) if wants_text else "")
+    check_token_ids(tokenizer, prompt, "prompt")
+    kept = truncated(prompt, limit, tokenizer.bos_token_id)
+    return EncodedPrompt(kept, tokenizer.decode(kept, skip_special_tokens=skip_special_tokens) if wants_text else "")
+
+
+def truncated(token_ids: list[int], limit: int | None, bos_token_id: int) -> list[int]:
+    """At most ``limit`` tokens: the last ones. A BOS in front stays there, for the model is lost without one."""
+    if limit is None or len(token_ids) <= limit:
+        return token_ids
+    if token_ids[0] == bos_token_id and limit > 1:
+        return [bos_token_id, *token_ids[1 - limit :]]
+    return token_ids[-limit:]
+
+
+async def encode_chat(
+    state: ServerState,
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+) -> list[int]:
+    """The rendered chat. It ends with the generation prompt, unless the last message is to be continued."""
+    if continue_final_message:
+        if add_generation_prompt:
+            message = "Invalid value for 'add_generation_prompt': with 'continue_final_message' it must be false or left out."
+            raise invalid_request(message, param="add_generation_prompt", code="invalid_value")
+        if messages[-1].role not in ("user", "assistant"):
+            message = "Invalid value for 'continue_final_message': the last message must be one of role 'assistant' or 'user'."
+            raise invalid_request(message, param="continue_final_message", code="invalid_value")
+    opens_turn = not continue_final_message and add_generation_prompt is not False
+    chat = _chat_messages(messages)
+    try:
+        merged = merge_messages(chat, strict=state.settings.strict_roles)
+        return await in_thread(state, lambda: tokenizer.encode_chat(merged, opens_turn, bool(continue_final_message)))
+    except ChatTemplateError as error:
+        raise invalid_request(str(error), param=error.param, code="invalid_value") from None
+
+
+def _chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
+    chat = []
+    for index, message in enumerate(messages):
+        if message.content is None:
+            param = f"messages[{index}].content"
+            text = f"Invalid value for '{param}': a message of role '{message.role}' needs text."
+            raise invalid_request(text, param=param, code="invalid_type")
+        parts = tuple(part.text for part in message.content)
+        chat.append(ChatMessage(message.role, parts[0] if len(parts) == 1 else parts))
+    return chat
+
+
+def check_token_ids(tokenizer: Tokenizer, token_ids: Sequence[int], param: str) -> None:
+    """Raises ApiError unless every id has a token."""
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= tokenizer.num_known_tokens):
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < tokenizer.num_known_tokens)
+        raise unknown_token(param, wrong, tokenizer.num_known_tokens)
+
+
+def unknown_token(param: str, token_id: int, num_tokens: int) -> ApiError:
+    shown = str(token_id) if -(10**20) < token_id < 10**20 else "a huge integer"
+    message = f"Invalid value for '{param}': token ids are 0 to {num_tokens - 1}, got {shown}."
+    return invalid_request(message, param=param, code="invalid_value")
