@@ -15,7 +15,7 @@ run: .venv/demo.stamp
 	$(BIN)/gemserve serve --host 127.0.0.1 --port 8000 $(ARGS)
 
 test: .venv/test.stamp
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: .venv/test.stamp
 	$(BIN)/python -m ruff check .

@@ -25,7 +25,7 @@ MAX_NUM_BATCHED_TOKENS = 128
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 _LISTENING = re.compile(r"listening on http://127\.0\.0\.1:(\d+)")
-_RECORD = re.compile(r"gemserve\.request: (\S+) (\w+) (\w+) prompt_tokens=(\d+) generated_tokens=(\d+) ttft=(\S+)")
+_RECORD = re.compile(r"gemserve\.request: \S+ request_id=(\S+) (\w+) (\w+) prompt_tokens=(\d+) generated_tokens=(\d+) ttft=(\S+)")
 
 
 @dataclass(frozen=True, slots=True)
