@@ -1,8 +1,16 @@
 """Rules of the engine, each shown with a runner that verifies every key it would read."""
 
+from collections.abc import Sequence
+
 import pytest
 
-from server.engine.request import RequestStatus
+from model.kv_cache_spec import KVCacheSpec
+from model.sampling_params import SamplingParams
+from model.sequence_chunk import ChunkResult, SequenceChunk
+from server.engine.core import EngineCore
+from server.engine.kv_manager import KVCacheManager
+from server.engine.request import GenerationSpec, RequestStatus
+from server.engine.scheduler import SchedulerConfig
 from tests.server.engine.harness import Harness, expected_tokens
 
 
@@ -225,3 +233,36 @@ def test_the_prefill_share_of_a_mixed_step_follows_its_measured_cost() -> None:
     engine.step()
     assert sum(len(chunk.token_ids) for chunk in engine.runner.steps[-1]) == 9
     engine.run()
+
+
+class FastRunner:
+    """Tokens without a network and without checks, for very long sequences."""
+
+    def run(self, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
+        return [ChunkResult(token_ids=[chunk.start % 1000] if chunk.samples else []) for chunk in chunks]
+
+
+def test_from_1k_to_30k_tokens_one_request_holds_the_same_number_of_local_blocks() -> None:
+    """The window and blocks of the 270M. Each decode step holds W / B + 1 local blocks, and what recycling frees is reused."""
+    spec = KVCacheSpec(16, 512, num_global_layers=3, num_local_layers=15, bytes_per_token_per_layer=1024)
+    kv = KVCacheManager(spec, 30_100 // 16 + 2, spec.local_pool_blocks(1, 512), prefix_caching=False)
+    core = EngineCore(FastRunner(), kv, SchedulerConfig(1, 512, 30_000))
+    core.add(GenerationSpec("long", [2] * 1000, SamplingParams(max_tokens=29_000)))
+    while core.stats.num_running == 0 or core.scheduler.running[0].num_output_tokens == 0:
+        core.step()
+    request = core.scheduler.running[0]
+    recycled_before = core.stats.recycled_blocks_total
+    held, rises = set(), 0
+    while core.has_work:
+        before = core.stats.recycled_blocks_total
+        core.step()
+        if core.has_work:
+            computed = request.num_computed_tokens
+            # After the step the tail has moved already: what it held while running is what it holds plus what it gave back.
+            held.add(kv.local_pool.num_used + core.stats.recycled_blocks_total - before)
+            assert kv.global_pool.num_used == -(-computed // 16)
+            rises += core.stats.recycled_blocks_total > before
+    assert request.num_tokens == 30_000
+    assert held == {512 // 16 + 1}
+    assert rises == core.stats.recycled_blocks_total - recycled_before == 29_000 // 16
+    assert kv.local_pool.num_used == kv.global_pool.num_used == 0
