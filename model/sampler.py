@@ -1,16 +1,19 @@
 """Draws the next token of each row of logits, batched, as each request's SamplingParams ask.
 
-Order: penalties (repetition on prompt and generated tokens; presence and frequency on generated tokens only), bias, masks;
+Order: penalties (repetition on prompt and generated tokens; presence and frequency on generated tokens only), bias, masks (a
+grammar's last, and with it no min_tokens: its end tokens are the grammar's business);
 temperature; top-k; top-p of what top-k left; min-p. Log-probabilities are those of the raw logits, before all of it. A draw is
 the inverse CDF at one uniform number that depends on (seed, choice, position) alone, so neither the batch nor a preemption
 changes it. Ties go to the lowest id. The vocabulary is sorted only where a top-p reaches beyond the 1024 likeliest tokens.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
+from model.grammar_state import GrammarFault
 from model.ops import Candidates, Ops
 from model.ops.reference import inverse_cdf
 from model.sampling_params import SamplingParams
@@ -18,7 +21,9 @@ from model.sequence_chunk import ChunkResult, SequenceChunk, TokenLogprobs
 
 TOP_P_CANDIDATES = 1024
 NOT_FINITE = "The model's logits are not finite for this sequence."
-NOTHING_LEFT = "No token is left to draw: allowed_token_ids, logit_bias and min_tokens exclude every token."
+NOTHING_LEFT = (
+    "No token is left to draw: allowed_token_ids, logit_bias, stop_token_ids, min_tokens and the grammar exclude every token."
+)
 MASK_64 = (1 << 64) - 1
 
 
@@ -52,7 +57,9 @@ class Sampler:
                 rows.append(row)
             else:
                 result.error = NOT_FINITE
-        edited = self._edit(logits, chunks, rows, results)
+        masks = _grammar_masks(chunks, rows, results)
+        rows = [row for row in rows if results[row].error is None and (chunks[row].grammar is None or row in masks)]
+        edited = self._edit(logits, chunks, rows, masks, results)
         rows = [row for row in rows if results[row].error is None]
         for row, token_id in self._draw_all(edited, chunks, rows):
             results[row].token_ids.append(token_id)
@@ -107,7 +114,12 @@ class Sampler:
     # -- before the draw -------------------------------------------------------------------------------------------------------
 
     def _edit(
-        self, logits: torch.Tensor, chunks: Sequence[SequenceChunk], rows: Sequence[int], results: list[ChunkResult]
+        self,
+        logits: torch.Tensor,
+        chunks: Sequence[SequenceChunk],
+        rows: Sequence[int],
+        masks: Mapping[int, bytes],
+        results: list[ChunkResult],
     ) -> torch.Tensor:
         """Penalties, bias and masks on a copy; the raw logits stay for the log-probabilities."""
         editing = [row for row in rows if _is_edited(chunks[row])]
@@ -116,6 +128,10 @@ class Sampler:
         edited = logits.clone()
         for row in editing:
             _edit_row(edited[row], chunks[row])
+        if masks:
+            masked = torch.tensor(list(masks)).to(logits.device)
+            allowed = _unpack(list(masks.values()), logits.shape[1], logits.device)
+            edited[masked] = edited[masked].masked_fill_(~allowed, -torch.inf)
         alive = torch.isfinite(edited[editing].amax(dim=-1)).tolist()
         for row, is_alive in zip(editing, alive, strict=True):
             if not is_alive:
@@ -210,8 +226,40 @@ def _truncate_and_draw(candidates: Candidates, draws: _Draws) -> tuple[torch.Ten
 
 def _is_edited(chunk: SequenceChunk) -> bool:
     sampling = chunk.sampling
-    masks_stop = len(chunk.output_token_ids) < sampling.min_tokens and bool(sampling.stop_token_ids)
-    return sampling.penalised or bool(sampling.logit_bias) or sampling.allowed_token_ids is not None or masks_stop
+    masks = sampling.allowed_token_ids is not None or chunk.grammar is not None or _masks_stop(chunk)
+    return sampling.penalised or bool(sampling.logit_bias) or masks
+
+
+def _masks_stop(chunk: SequenceChunk) -> bool:
+    sampling = chunk.sampling
+    return chunk.grammar is None and len(chunk.output_token_ids) < sampling.min_tokens and bool(sampling.stop_token_ids)
+
+
+def _grammar_masks(chunks: Sequence[SequenceChunk], rows: Sequence[int], results: list[ChunkResult]) -> dict[int, bytes]:
+    """The mask of each row that has a grammar with more to come. A row whose grammar fails gets the error."""
+    masks = {}
+    for row in rows:
+        grammar = chunks[row].grammar
+        if grammar is None:
+            continue
+        try:
+            mask = grammar.mask()
+        except GrammarFault as error:
+            results[row].error = str(error)
+            continue
+        if mask is not None:
+            masks[row] = mask
+    return masks
+
+
+def _unpack(masks: Sequence[bytes], vocab_size: int, device: torch.device) -> torch.Tensor:
+    """bool [len(masks), vocab_size] of masks of one bit per token; a shorter one allows nothing beyond its end."""
+    packed = np.zeros((len(masks), -(-vocab_size // 8)), dtype=np.uint8)
+    for row, mask in zip(packed, masks, strict=True):
+        length = min(len(row), len(mask))
+        row[:length] = np.frombuffer(mask, dtype=np.uint8, count=length)
+    bits = torch.from_numpy(packed).to(device)[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=device)
+    return (bits & 1).view(len(masks), -1)[:, :vocab_size].bool()
 
 
 def _edit_row(logits: torch.Tensor, chunk: SequenceChunk) -> None:
@@ -239,5 +287,5 @@ def _edit_row(logits: torch.Tensor, chunk: SequenceChunk) -> None:
         kept = logits[allowed]
         logits.fill_(-torch.inf)
         logits[allowed] = kept
-    if len(chunk.output_token_ids) < sampling.min_tokens:
+    if _masks_stop(chunk):
         logits[indices([token_id for token_id in sampling.stop_token_ids if token_id < vocab_size])] = -torch.inf

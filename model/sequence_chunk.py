@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from model.grammar_state import GrammarState
 from model.sampling_params import SamplingParams
 
 
@@ -25,6 +26,7 @@ class SequenceChunk:
     output_token_ids: Sequence[int] = ()  # tokens generated so far (its length is the position of the random draw)
     # Prompt log-probabilities: the token that follows position start + i, for i < len(prompt_targets) <= len(token_ids).
     prompt_targets: Sequence[int] = ()
+    grammar: GrammarState | None = None  # what may be drawn; None: anything
 
 
 @dataclass(slots=True)
@@ -40,7 +42,8 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class ChunkResult:
-    """What one chunk yielded. ``token_ids`` is empty unless the chunk samples; speculation can return several."""
+    """What one chunk yielded. ``token_ids`` is empty unless the chunk samples, and where its grammar turns out to be complete;
+    speculation can return several."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token id, when asked for

@@ -57,6 +57,7 @@ def create_app(settings: Settings, *, engine_factory: EngineFactory | None = Non
             if state.loaded is not None:
                 await state.loaded.engine.drain(0.0)  # the command line has waited for running requests before
                 await state.loaded.engine.stop()
+                state.loaded.grammars.close()
 
     app = FastAPI(
         title="gemserve",

@@ -19,6 +19,7 @@ from server.engine.core import EngineCore
 from server.engine.kv_manager import KVCacheManager
 from server.engine.loaded import LoadedEngine
 from server.engine.scheduler import SchedulerConfig
+from server.grammar.compiler import GrammarCompiler
 from server.settings import Settings
 from server.text.tokenizer import Tokenizer
 
@@ -115,6 +116,13 @@ class FakeRunner:
         if POISON in prompt and num_output >= prompt.count(POISON) - 1:
             return ChunkResult(error="the logits are not finite")
         token = self._sample(tokens, num_output, chunk.sampling)
+        if chunk.grammar is not None:
+            mask = chunk.grammar.mask()
+            if mask is None:
+                return result
+            allowed = [i for i in range(VOCAB_SIZE) if mask[i >> 3] >> (i & 7) & 1]
+            if token not in allowed:
+                token = allowed[_hash(chunk.sampling.seed, chunk.sampling.choice, num_output) % len(allowed)]
         result.token_ids = [token]
         if chunk.sampling.logprobs is not None:
             result.logprobs = [token_logprobs(tokens, token, chunk.sampling.logprobs)]
@@ -150,9 +158,11 @@ def fake_engine_factory(
         kv = KVCacheManager(spec, num_global, num_local, prefix_caching=settings.prefix_caching)
         config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len)
         core = EngineCore(runner or FakeRunner(), kv, config, debug_invariants=True)
+        tokenizer = fake_tokenizer()
         return LoadedEngine(
             engine=AsyncEngine(core, EngineLimits(max_model_len, max_num_seqs, (num_global - 1) * 8)),
-            tokenizer=fake_tokenizer(),
+            tokenizer=tokenizer,
+            grammars=GrammarCompiler(tokenizer),
             model_names=list(settings.served_model_name) or ["fake-gemma"],
             default_sampling=dict(default_sampling or {}),
             fingerprint="0123456789abcdef",

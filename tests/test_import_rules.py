@@ -57,6 +57,10 @@ def test_text_knows_neither_engine_nor_api() -> None:
     assert violations(sources("server/text/**/*.py"), "server.engine", "server.api", "server.app", "torch") == []
 
 
+def test_grammar_knows_neither_engine_nor_api_nor_torch() -> None:
+    assert violations(sources("server/grammar/**/*.py"), "server.engine", "server.api", "server.app", "torch", "fastapi") == []
+
+
 def test_engine_knows_no_http_and_no_command_line() -> None:
     files = sources("server/engine/**/*.py")
     assert violations(files, "server.api", "server.app", "server.cli", "fastapi", "starlette", "uvicorn") == []
@@ -79,6 +83,7 @@ def test_command_line_and_plan_import_no_torch_by_themselves() -> None:
         ["server.settings", "server.__main__", "server.cli", "server.plan", "server.bench.run"],
         [f"server.engine.{name}" for name in SCHEDULING],
         ["server.text"],
+        ["server.grammar"],
         ["server.api"],
     ],
     ids=lambda modules: modules[0],

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from starlette.types import Receive
 
+from model.grammar_state import Grammar
 from model.sampling_params import SamplingParams
 from model.sequence_chunk import TokenLogprobs
 from server.engine.async_engine import AsyncEngine
@@ -50,6 +51,7 @@ class GenerationPlan:
     include_stop: bool = False  # the text ends with the stop string or stop token
     skip_special_tokens: bool = True
     num_best: int | None = None  # of the n choices of each prompt, so many are returned: the likeliest
+    grammar: Grammar | None = None
 
     @property
     def shows_labels(self) -> bool:
@@ -219,6 +221,7 @@ class GenerationRun:
             prompt_token_ids=prompt.token_ids,
             sampling=replace(prompt.sampling, choice=choice),
             cache_salt=plan.cache_salt,
+            grammar=plan.grammar,
         )
         text = _ChoiceText(self._tokenizer, plan, prompt.sampling)
         record = ChoiceRecord(self._record)

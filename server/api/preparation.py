@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from model.grammar_state import Grammar
 from model.sampling_params import SamplingParams
 from server.api.generation import GenerationPlan, PromptPlan
 from server.api.prompts import (
@@ -21,6 +22,7 @@ from server.api.prompts import (
     unknown_token,
 )
 from server.api.request_schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from server.api.structured_output import compile_grammar
 from server.engine.loaded import LoadedEngine
 from server.errors import context_length_exceeded, invalid_request, model_not_found
 from server.state import ServerState
@@ -39,6 +41,7 @@ async def prepare_completion(
     num_candidates = _num_candidates(body, n)
     prompts = prompt_list(body.prompt)
     _check_num_sequences(len(prompts), num_candidates, "prompt", "n" if num_candidates == n else "best_of")
+    grammar = await compile_grammar(loaded, body)
     encode = partial(
         encode_prompt,
         loaded.tokenizer,
@@ -61,6 +64,7 @@ async def prepare_completion(
         # One run of the prompt serves both; each form shows as many alternatives as it was asked for.
         prompt_logprobs=max((count for count in (echoed, body.prompt_logprobs) if count is not None), default=None),
         prompt_field="prompt",
+        grammar=grammar,
     )
     return replace(plan, n=num_candidates, num_best=n if num_candidates > n else None)
 
@@ -85,6 +89,7 @@ async def prepare_chat(state: ServerState, loaded: LoadedEngine, body: ChatCompl
         message = "Invalid value for 'top_logprobs': it needs 'logprobs': true."
         raise invalid_request(message, param="top_logprobs", code="invalid_value")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    grammar = await compile_grammar(loaded, body)
     token_ids = await encode_chat(
         state,
         loaded.tokenizer,
@@ -104,6 +109,7 @@ async def prepare_chat(state: ServerState, loaded: LoadedEngine, body: ChatCompl
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         prompt_field="messages",
+        grammar=grammar,
     )
 
 
@@ -161,6 +167,7 @@ def _plan(
     logprobs: int | None,
     prompt_logprobs: int | None,
     prompt_field: str,
+    grammar: Grammar | None,
 ) -> GenerationPlan:
     min_tokens = body.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
@@ -188,6 +195,7 @@ def _plan(
         body.cache_salt,
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
+        grammar=grammar,
     )
 
 

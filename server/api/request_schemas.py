@@ -2,10 +2,13 @@
 number is bounded, and an explicit null means the default. What a request means is decided in ``preparation``, not here.
 """
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
+
+from server.grammar.source import MAX_LISTED_CHOICES
 
 MAX_INT = 2**63 - 1
 MAX_CHOICES = 128
@@ -79,6 +82,20 @@ def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def _check_schema(value: object) -> object:
+    """A JSON schema: an object, or the text of one."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise PydanticCustomError(
+                "invalid_value", "the text is not valid JSON: {error}", {"error": str(error)[:100]}
+            ) from None
+    if not isinstance(value, dict):
+        raise _wrong_type("expected a JSON schema as an object, or as the text of one")
+    return value
+
+
 def _check_logit_bias(value: dict[str, float]) -> dict[str, float]:
     if len(value) > MAX_LOGIT_BIAS_ENTRIES:
         raise PydanticCustomError(
@@ -138,6 +155,39 @@ class StreamOptions(WireModel):
     include_obfuscation: bool | None = Field(None, description="Accepted; nothing is padded.")
 
 
+SchemaField = Annotated[
+    Any,
+    BeforeValidator(_check_schema),
+    WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]}),
+]
+Pattern = Annotated[str, Field(min_length=1), AfterValidator(check_text)]
+ChoiceList = Annotated[list[Pattern], Field(min_length=1, max_length=MAX_LISTED_CHOICES)]
+
+
+class JsonSchemaFormat(WireModel):
+    name: Annotated[str, Field(max_length=512)] | None = None
+    description: str | None = Field(None, description="Accepted; the model does not see it.")
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = Field(None, description="The schema is enforced either way.")
+
+
+class ResponseFormat(WireModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(WireModel):
+    json_: SchemaField | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: Pattern | None = None
+    choice: ChoiceList | None = None
+    grammar: Pattern | None = None
+    disable_any_whitespace: bool | None = Field(None, description="Accepted; JSON is compact either way.")
+    disable_additional_properties: Literal[False] | None = None
+    whitespace_pattern: None = None
+    structural_tag: None = None
+
+
 class GenerationRequest(WireModel):
     """What both endpoints share. Fields without meaning here are accepted and named in a response header."""
 
@@ -176,6 +226,12 @@ class GenerationRequest(WireModel):
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: SchemaField | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: ChoiceList | None = None
+    guided_grammar: Pattern | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256), AfterValidator(check_text)] | None = Field(
         None, description="Cached prefixes are shared between requests of the same salt only."
     )

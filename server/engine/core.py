@@ -119,6 +119,7 @@ class EngineCore:
             prompt_token_ids=request.spec.prompt_token_ids,
             output_token_ids=request.token_ids[request.num_prompt_tokens :],
             prompt_targets=request.token_ids[start + 1 : min(stop + 1, request.num_prompt_tokens)] if wants_prompt else (),
+            grammar=request.grammar,
         )
 
     def _count(self, step: StepStats) -> None:

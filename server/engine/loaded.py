@@ -7,6 +7,7 @@ imports no torch; calling ``load_engine`` does.
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from server.settings import Settings
 
 if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
+    from server.grammar.compiler import GrammarCompiler
     from server.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("gemserve.load")
@@ -32,6 +34,7 @@ class LoadedEngine:
 
     engine: AsyncEngine
     tokenizer: "Tokenizer"
+    grammars: "GrammarCompiler"
     model_names: list[str]  # the first one is used in answers
     default_sampling: dict[str, Any]  # of generation_config.json
     fingerprint: str  # identity of weights, dtype and version of the computation
@@ -73,6 +76,7 @@ def load_engine(
     phases.enter("import")
     from model.checkpoint import open_checkpoint
     from model.runner import ModelRunner
+    from server.grammar.compiler import GrammarCompiler
     from server.text.chat_template import ChatTemplateError
     from server.text.tokenizer import Tokenizer
 
@@ -93,16 +97,20 @@ def load_engine(
         raise ConfigError(f"{settings.chat_template or checkpoint.name}: {error}") from None
     if tokenizer.uses_builtin_chat_template:
         logger.info("the model has no chat template: chats use the built-in one of Gemma 3; --chat-template takes another one")
+    grammars = GrammarCompiler(tokenizer)
     phases.enter("weights")
-    runner = ModelRunner.load(
-        checkpoint,
-        dtype=settings.dtype,
-        device=settings.device,
-        block_size=settings.block_size,
-        num_threads=settings.num_threads,
-        quantization=settings.quantization,
-        num_valid_tokens=tokenizer.num_known_tokens,
-    )
+    with ThreadPoolExecutor(1, "gemserve-vocabulary") as threads:
+        warming = threads.submit(grammars.warm_up)  # takes seconds too
+        runner = ModelRunner.load(
+            checkpoint,
+            dtype=settings.dtype,
+            device=settings.device,
+            block_size=settings.block_size,
+            num_threads=settings.num_threads,
+            quantization=settings.quantization,
+            num_valid_tokens=tokenizer.num_known_tokens,
+        )
+        warming.result()
     name, weight_format, fingerprint = checkpoint.name, checkpoint.weight_format, checkpoint.fingerprint
     default_sampling = dict(checkpoint.default_sampling)
     checkpoint.close()
@@ -146,6 +154,7 @@ def load_engine(
     return LoadedEngine(
         engine=engine,
         tokenizer=tokenizer,
+        grammars=grammars,
         model_names=names,
         default_sampling=default_sampling,
         fingerprint=fingerprint,

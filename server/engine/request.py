@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
+from model.grammar_state import Grammar, GrammarState
 from model.sampling_params import SamplingParams
 from model.sequence_chunk import TokenLogprobs
 
@@ -36,6 +37,7 @@ class GenerationSpec:
     sampling: SamplingParams
     cache_salt: str | None = None  # requests share cached prefixes only under the same salt
     priority: int = 0
+    grammar: Grammar | None = None  # what the text is constrained to
 
 
 @dataclass(slots=True)
@@ -90,10 +92,13 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     has_output: bool = False  # something was already delivered to the client
     admitted: bool = False  # was running at least once
+    grammar: GrammarState | None = field(init=False)  # as far as the output is; preemption keeps both
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.spec.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        grammar = self.spec.grammar
+        self.grammar = None if grammar is None else grammar.new_state(self.sampling.stop_token_ids)
 
     @property
     def request_id(self) -> str:

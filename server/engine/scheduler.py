@@ -231,6 +231,10 @@ class Scheduler:
 
     def _append(self, request: Request, result: ChunkResult) -> TokenOutput:
         request.token_ids.extend(result.token_ids)
+        if request.grammar is not None:
+            for token_id in result.token_ids:
+                if token_id not in request.sampling.stop_token_ids:  # these end the request, and the grammar lets them
+                    request.grammar.accept(token_id)
         reason, stop_token_id = self._finish_reason(request)
         output = TokenOutput(
             token_ids=result.token_ids,
@@ -254,6 +258,8 @@ class Scheduler:
         last = request.token_ids[-1]
         if request.num_output_tokens and last in request.sampling.stop_token_ids:
             return "stop", last
+        if request.grammar is not None and request.grammar.is_complete and request.sampling.max_tokens > 0:
+            return "stop", None
         if request.num_output_tokens >= request.sampling.max_tokens or request.num_tokens >= self.config.max_model_len:
             return "length", None
         return None, None

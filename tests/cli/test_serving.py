@@ -18,6 +18,7 @@ from model.errors import CheckpointError
 from server.engine.async_engine import AsyncEngine, EngineLimits
 from server.engine.loaded import LoadedEngine
 from server.engine.stats import EngineStats
+from server.grammar.compiler import GrammarCompiler
 from server.settings import Settings
 
 class DyingCore:
@@ -30,7 +31,7 @@ def bad_weights(settings, report_phase, checkpoint):
 
 def dying_engine(settings, report_phase, checkpoint):
     engine = AsyncEngine(DyingCore(), EngineLimits(64, 1, 64))
-    return LoadedEngine(engine, None, ["m"], {}, "f", {}, {})
+    return LoadedEngine(engine, None, GrammarCompiler(None), ["m"], {}, "f", {}, {})
 
 def native(settings, report_phase, checkpoint):
     import torch

@@ -103,8 +103,6 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("stream_options", {}, "invalid_value"),
     ("suffix", "x", "unsupported_parameter"),
     ("tools", [], "unsupported_parameter"),
-    ("response_format", {"type": "json_object"}, "unsupported_parameter"),
-    ("guided_regex", "a", "unsupported_parameter"),
     ("prompt_embeds", "AAAA", "unsupported_parameter"),
     ("use_beam_search", True, "unsupported_parameter"),
     ("model", 5, "invalid_type"),

@@ -8,6 +8,7 @@ names, with the right content. A block recycled too early, shared wrongly or nev
 import hashlib
 from collections.abc import Sequence
 
+from model.grammar_state import Grammar, GrammarFault
 from model.kv_cache_spec import KVCacheSpec
 from model.sampling_params import SamplingParams
 from model.sequence_chunk import ChunkResult, SequenceChunk, TokenLogprobs
@@ -70,6 +71,15 @@ class CheckingRunner:
         result = ChunkResult()
         if chunk.samples:
             token = next_token(prefix, chunk.sampling.seed + chunk.sampling.choice)
+            if chunk.grammar is not None:
+                try:
+                    mask = chunk.grammar.mask()
+                except GrammarFault as error:
+                    return ChunkResult(error=str(error))
+                if mask is None:
+                    return result
+                allowed = [i for i in range(8 * len(mask)) if mask[i >> 3] >> (i & 7) & 1]
+                token = allowed[token % len(allowed)]
             result.token_ids.append(token)
             if chunk.sampling.logprobs is not None:
                 result.logprobs.append(TokenLogprobs(token, -float(len(prefix)), []))
@@ -124,13 +134,14 @@ class Harness:
         *,
         salt: str | None = None,
         request_id: str | None = None,
+        grammar: Grammar | None = None,
         **sampling: object,
     ) -> str:
         request_id = request_id or f"r{self.num_requests}"
         self.num_requests += 1
         params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
         self.outputs[request_id] = []
-        self.core.add(GenerationSpec(request_id, list(prompt), params, cache_salt=salt))
+        self.core.add(GenerationSpec(request_id, list(prompt), params, cache_salt=salt, grammar=grammar))
         return request_id
 
     def step(self) -> None:

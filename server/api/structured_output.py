@@ -1,0 +1,80 @@
+"""What a request constrains its text to: ``response_format``, ``structured_outputs`` and the ``guided_*`` spellings are one
+thing, and only one of them may be given. Every fault is a 400 that names the field."""
+
+from typing import Any
+
+from model.grammar_state import Grammar
+from server.api.request_schemas import GenerationRequest, ResponseFormat, StructuredOutputs
+from server.engine.loaded import LoadedEngine
+from server.errors import ApiError, invalid_request
+from server.grammar.source import GrammarError, GrammarSource
+
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+async def compile_grammar(loaded: LoadedEngine, body: GenerationRequest) -> Grammar | None:
+    """The compiled constraint of a request, None without one."""
+    source = grammar_source(body)
+    if source is None:
+        return None
+    try:
+        return await loaded.grammars.compile(source)
+    except GrammarError as error:
+        raise _invalid(source.param, str(error)) from None
+
+
+def grammar_source(body: GenerationRequest) -> GrammarSource | None:
+    """The one constraint of a request, not compiled yet."""
+    sources = [
+        *_of_response_format(body.response_format),
+        *_of_structured_outputs(body.structured_outputs),
+        *_sources("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar),
+    ]
+    if len(sources) > 1:
+        others = ", ".join(f"'{source.param}'" for source in sources[:-1])
+        raise _invalid(sources[-1].param, f"a text can follow one constraint only, and {others} is given too")
+    return sources[0] if sources else None
+
+
+def _of_response_format(given: ResponseFormat | None) -> list[GrammarSource]:
+    if given is None or given.type == "text":
+        return []
+    if given.type == "json_object":
+        return [GrammarSource("json", _ANY_OBJECT, "response_format")]
+    if given.json_schema is None:
+        raise _missing("response_format.json_schema")
+    if given.json_schema.schema_ is None:
+        raise _missing("response_format.json_schema.schema")
+    return [GrammarSource("json", given.json_schema.schema_, "response_format.json_schema.schema")]
+
+
+def _of_structured_outputs(given: StructuredOutputs | None) -> list[GrammarSource]:
+    if given is None:
+        return []
+    prefix = "structured_outputs."
+    sources = _sources(prefix, given.json_, given.regex, given.choice, given.grammar)
+    if given.json_object:
+        sources.append(GrammarSource("json", _ANY_OBJECT, prefix + "json_object"))
+    if not sources:
+        raise _invalid("structured_outputs", "expected one of json, json_object, regex, choice and grammar in it")
+    return sources
+
+
+def _sources(
+    prefix: str, schema: dict[str, Any] | None, regex: str | None, choices: list[str] | None, grammar: str | None
+) -> list[GrammarSource]:
+    given: list[tuple[Any, Any]] = [
+        ("json", schema),
+        ("regex", regex),
+        ("choice", None if choices is None else tuple(choices)),
+        ("grammar", grammar),
+    ]
+    return [GrammarSource(kind, value, prefix + kind) for kind, value in given if value is not None]
+
+
+def _missing(param: str) -> ApiError:
+    return invalid_request(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+
+
+def _invalid(param: str, message: str) -> ApiError:
+    return invalid_request(f"Invalid value for '{param}': {message}.", param=param, code="invalid_value")

@@ -1,0 +1,137 @@
+"""From a constraint to a compiled grammar over the model's tokens, off the event loop, within limits of time, memory and size.
+
+A faulty or too expensive constraint is a GrammarError and harms nobody else: the library counts its own work and gives up, and a
+compilation that takes too long all the same is left behind.
+"""
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from model.grammar_state import GrammarFault, GrammarState
+from server.grammar.source import GrammarError, GrammarSource
+from server.grammar.state import MatcherState, compute_mask
+from server.text.tokenizer import Tokenizer
+
+COMPILE_SECONDS = 1.5
+COMPILE_THREADS = 2
+# The library descends by recursion, some 10 kB for each reference of a chain; the size limits keep chains below 16 000.
+COMPILE_STACK_BYTES = 512 * 1024 * 1024
+MAX_MASK_THREADS = 8
+
+# Beside the defaults, which stand for 20 ms of work for the first lexer and 15 ms for a mask. A lexer state takes 1 to 2 kB; the
+# states of a request share them. Each property that may be left out is an item in the row.
+_STACK_SIZE_LOCK = threading.Lock()
+_LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=10_000, verbose_errors=False)
+
+
+class CompiledGrammar:
+    """A grammar at its beginning. Implements ``model.grammar_state.Grammar``; any number of states start from it."""
+
+    def __init__(self, matcher: LLMatcher, eos_token_id: int, threads: Executor) -> None:
+        """Raises GrammarFault if not even the first token can be found within the limits."""
+        self._matcher = matcher
+        self._eos_token_id = eos_token_id
+        self._threads = threads
+        self._first_mask = compute_mask(matcher.deep_copy())
+
+    def new_state(self, end_token_ids: frozenset[int]) -> GrammarState:
+        return MatcherState(self._matcher.deep_copy(), self._eos_token_id, end_token_ids, self._first_mask, self._threads)
+
+
+class GrammarCompiler:
+    """One per loaded model. The view of the vocabulary is made when it is first needed, by ``warm_up`` or a compilation."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary: LLTokenizer | None = None
+        self._vocabulary_lock = threading.Lock()
+        self._mask_threads = ThreadPoolExecutor(min(MAX_MASK_THREADS, os.cpu_count() or 1), "gemserve-mask")
+        self._places = asyncio.Semaphore(COMPILE_THREADS)
+
+    async def compile(self, source: GrammarSource) -> CompiledGrammar:
+        """Raises GrammarError. Its time counts from when one of the places is free; a thread keeps its place until it is done."""
+        loop = asyncio.get_running_loop()
+        await self._places.acquire()
+        result: Future[CompiledGrammar] = Future()
+
+        def work() -> None:
+            try:
+                compiled = self.compile_now(source)
+            except BaseException as error:
+                result.set_exception(error)
+            else:
+                result.set_result(compiled)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for a place
+                loop.call_soon_threadsafe(self._places.release)
+
+        _start_thread(work)
+        try:
+            async with asyncio.timeout(COMPILE_SECONDS):
+                return await asyncio.shield(asyncio.wrap_future(result))
+        except TimeoutError:
+            raise GrammarError(f"it takes more than {COMPILE_SECONDS} seconds to compile; simplify it") from None
+
+    def compile_now(self, source: GrammarSource) -> CompiledGrammar:
+        """The same in the calling thread, without a limit of time, and on its stack."""
+        grammar = source.translate()
+        vocabulary = self.warm_up()
+        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
+        if matcher.is_error():
+            raise GrammarError(_first_lines(matcher.get_error()))
+        try:
+            return CompiledGrammar(matcher, vocabulary.eos_token, self._mask_threads)
+        except GrammarFault as error:
+            raise GrammarError(f"no text begins to follow it: {_first_lines(str(error))}") from None
+
+    def warm_up(self) -> LLTokenizer:
+        """The view of the vocabulary; some seconds of work the first time for hundreds of thousands of tokens."""
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                self._vocabulary = LLTokenizer(TokenizerWrapper(_Vocabulary(self._tokenizer)))
+            return self._vocabulary
+
+    def close(self) -> None:
+        """Let the threads end; what is being computed is finished."""
+        self._mask_threads.shutdown(wait=False)
+
+
+class _Vocabulary:
+    """The tokenizer as llguidance wants to see it: the bytes of each token, and which of them are no text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = tokenizer.eos_token_ids[0]
+        self.bos_token_id = tokenizer.bos_token_id
+        # Ids beyond the known ones have no logit; those without a token among them have no bytes and are never allowed.
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.num_known_tokens)]
+        self.special_token_ids = sorted(tokenizer.control_token_ids | {self.eos_token_id})
+        self._byte_ids = {entry: token_id for token_id, entry in enumerate(tokenizer.entries) if isinstance(entry, int)}
+
+    def __call__(self, text: str) -> list[int]:
+        """Ids of forced text. The tokenizer reads some characters as others (its own mark as a blank): these go byte by byte."""
+        ids = self._tokenizer.encode_plain(text)
+        if b"".join(self.tokens[token_id] for token_id in ids) == text.encode():
+            return ids
+        return [self._byte_ids[byte] for byte in text.encode()]
+
+
+def _start_thread(work: Callable[[], None]) -> None:
+    """A thread of its own with a deep stack, given back when it ends. The process does not wait for it."""
+    with _STACK_SIZE_LOCK:  # the size is a setting of the whole process, for threads that start
+        previous = threading.stack_size(COMPILE_STACK_BYTES)
+        try:
+            threading.Thread(target=work, name="gemserve-grammar", daemon=True).start()
+        finally:
+            threading.stack_size(previous)
+
+
+def _first_lines(error: str) -> str:
+    """The library puts the position first and dumps the grammar after it."""
+    lines = [line.strip() for line in error.splitlines() if line.strip() not in ("", "<non-verbose/>")]
+    return " ".join(lines[:3])[:300] or "it can't be compiled"

@@ -1,0 +1,138 @@
+"""Case 51: constraints that are wrong or too much are refused within two seconds, and the next one compiles."""
+
+import asyncio
+import contextlib
+import threading
+import time
+
+import pytest
+
+from model.grammar_state import GrammarFault
+from server.grammar import compiler as compiler_module
+from server.grammar.compiler import CompiledGrammar, GrammarCompiler
+from server.grammar.source import GrammarError, GrammarSource
+from tests.fakes import fake_tokenizer
+from tests.server.grammar.walks import ENDS, source, walk
+
+BAD: list[tuple[str, object]] = [
+    ("regex", "foo**"),
+    ("regex", "["),
+    ("regex", "(a"),
+    ("regex", "a{2,1}"),
+    ("regex", "^$"),
+    ("regex", r"(?=a)b"),
+    ("regex", r"(a)\1"),
+    ("regex", "(" * 2000 + "a" + ")" * 2000),
+    ("regex", "x" * 20_000),
+    ("json", {"type": "objekt"}),
+    ("json", {"type": "object", "properties": 5}),
+    ("json", {"$ref": "#/$defs/missing"}),
+    ("json", {"$ref": "https://example.com/schema.json"}),
+    ("json", {"type": "string", "pattern": "["}),
+    ("json", {"allOf": [{"type": "string"}, {"type": "integer"}]}),
+    ("json", {"type": "string", "format": "unheard-of"}),
+    ("json", {"const": 1e999}),
+    ("json", {"description": "x" * 600_000}),
+    ("grammar", " "),
+    ("grammar", "start: missing"),
+    ("grammar", 'start: "a'),
+    ("grammar", "no grammar at all"),
+    ("grammar", "start: " + "(" * 5000 + '"a"' + ")" * 5000),
+    ("grammar", "x" * 200_000),
+    ("choice", ["x" * 300_000]),
+]
+
+
+def nested_schema(depth: int) -> dict[str, object]:
+    schema: dict[str, object] = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def chained_schema(length: int, more: dict[str, object]) -> dict[str, object]:
+    """Each definition refers to the next one."""
+    key = "items" if more else "$ref"
+    links = {f"d{i}": {**more, key: {"$ref": f"#/$defs/d{i + 1}"} if more else f"#/$defs/d{i + 1}"} for i in range(length)}
+    return {"$defs": {**links, f"d{length}": {"type": "null"}}, "$ref": "#/$defs/d0"}
+
+
+@pytest.mark.parametrize(("kind", "value"), [*BAD, ("json", nested_schema(500))], ids=lambda value: repr(value)[:24])
+def test_a_bad_constraint_is_refused_in_time(kind: str, value: object) -> None:
+    compiler = GrammarCompiler(fake_tokenizer())
+    compiler.warm_up()
+    started = time.monotonic()
+    with pytest.raises(GrammarError) as refusal:
+        compiler.compile_now(source(kind, value))
+    assert time.monotonic() - started < 2
+    assert 0 < len(str(refusal.value)) < 500
+    assert isinstance(compiler.compile_now(source("regex", "[0-9]{5}")), CompiledGrammar)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("regex", "((a|a)*){1,1000}"),
+        ("regex", "(a|a)*$"),
+        ("regex", "((a{1,1000}){1,1000}){1,1000}"),
+        ("regex", "(.*a){200}"),
+        ("json", {"enum": [f"value {i}" for i in range(10_000)]}),
+        ("regex", "(a?){500}a{500}"),
+        ("regex", "a?" * 3000 + "a" * 3000),
+        ("json", {"$ref": "#"}),
+        ("json", {"type": "array", "items": {"$ref": "#"}}),
+        ("json", chained_schema(9000, {})),
+        ("json", chained_schema(4000, {"type": "array"})),
+        ("json", {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}}),
+        ("json", {"type": "string", "minLength": 10_000, "maxLength": 100_000}),
+        ("grammar", "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(5000)) + '\nr5000: "a"'),
+        ("grammar", "start: T0\n" + "\n".join(f"T{i}: T{i + 1}" for i in range(5000)) + '\nT5000: "a"'),
+        ("grammar", 'start: start start | "a"'),
+    ],
+    ids=lambda value: repr(value)[:24],
+)
+def test_an_expensive_constraint_compiles_or_is_refused_in_time(kind: str, value: object) -> None:
+    """A chain of references, above all, must not end the process: the library descends by recursion."""
+
+    async def scenario() -> CompiledGrammar | GrammarError:
+        compiler = GrammarCompiler(fake_tokenizer())
+        compiler.warm_up()
+        try:
+            return await compiler.compile(source(kind, value))
+        except GrammarError as refusal:
+            return refusal
+
+    started = time.monotonic()
+    outcome = asyncio.run(scenario())
+    assert time.monotonic() - started < 2.5  # the limit is 1.5 seconds, the rest is the making of the vocabulary
+    if isinstance(outcome, GrammarError):
+        assert len(str(outcome)) < 500
+    else:
+        with contextlib.suppress(GrammarFault):  # too complex later on
+            walk(outcome.new_state(ENDS), ENDS, 0, 100)
+
+
+def test_a_compilation_that_takes_too_long_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread is not given to anybody else until it is done, and others compile meanwhile."""
+    monkeypatch.setattr(compiler_module, "COMPILE_SECONDS", 0.2)
+    go_on = threading.Event()
+    compile_now = GrammarCompiler.compile_now
+
+    def stuck(self: GrammarCompiler, given: GrammarSource) -> CompiledGrammar:
+        if given.param == "stuck":
+            go_on.wait(10)
+        return compile_now(self, given)
+
+    monkeypatch.setattr(GrammarCompiler, "compile_now", stuck)
+
+    async def scenario() -> None:
+        compiler = GrammarCompiler(fake_tokenizer())
+        compiler.warm_up()
+        with pytest.raises(GrammarError, match="seconds to compile"):
+            await compiler.compile(GrammarSource("regex", "a", "stuck"))
+        for _ in range(5):
+            await compiler.compile(source("regex", "[0-9]{5}"))
+        go_on.set()
+        compiler.close()
+
+    asyncio.run(scenario())
