@@ -132,6 +132,7 @@ def _start_thread(work: Callable[[], None]) -> None:
 
 
 def _first_lines(error: str) -> str:
-    """The library puts the position first and dumps the grammar after it."""
-    lines = [line.strip() for line in error.splitlines() if line.strip() not in ("", "<non-verbose/>")]
-    return " ".join(lines[:3])[:300] or "it can't be compiled"
+    """What went wrong and where. The library dumps the grammar after it, and its regular expressions end with the reason."""
+    lines = [line.strip() for line in error.splitlines() if line.strip(" ^") not in ("", "<non-verbose/>")]
+    reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return (reasons or [" ".join(lines[:3])])[0][:300] or "it can't be compiled"
