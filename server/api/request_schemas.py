@@ -2,13 +2,13 @@
 number is bounded, and an explicit null means the default. What a request means is decided in ``preparation``, not here.
 """
 
-import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from server.grammar.source import MAX_LISTED_CHOICES
+from server.api.structured_schemas import ChoiceList, Pattern, ResponseFormat, SchemaField, StructuredOutputs
+from server.api.wire_values import WireModel, check_text, wrong_type
 
 MAX_INT = 2**63 - 1
 MAX_CHOICES = 128
@@ -26,14 +26,6 @@ MAX_MESSAGES = 4096
 Prompt = str | list[str] | list[int] | list[list[int]]
 
 
-class WireModel(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
-
-
-def _wrong_type(what: str) -> PydanticCustomError:
-    return PydanticCustomError("invalid_type", "{what}", {"what": what})
-
-
 def _check_prompt(value: object) -> object:
     """Sniffs nothing: the first element decides the form, and every other one must have it. Ids are checked against the
     vocabulary later. A plain union of lists would take [true, 2.0, "5"] for ids and report every element of a long list."""
@@ -41,24 +33,24 @@ def _check_prompt(value: object) -> object:
     if isinstance(value, str):
         return check_text(value)
     if not isinstance(value, list):
-        raise _wrong_type(expected)
+        raise wrong_type(expected)
     if not value:
         raise PydanticCustomError("empty_array", "expected at least one prompt, got an empty list")
     first = value[0]
     if isinstance(first, str):
         if not all(isinstance(item, str) for item in value):
-            raise _wrong_type(expected + "; the list mixes them")
+            raise wrong_type(expected + "; the list mixes them")
         for item in value:
             check_text(item)
     elif isinstance(first, list):
         if not all(isinstance(item, list) for item in value):
-            raise _wrong_type(expected + "; the list mixes them")
+            raise wrong_type(expected + "; the list mixes them")
         if not all(value):
             raise PydanticCustomError("empty_array", "expected at least one token id in each prompt, got an empty list")
         if not all(type(token) is int for item in value for token in item):
-            raise _wrong_type(expected + "; token ids are integers")
+            raise wrong_type(expected + "; token ids are integers")
     elif not all(type(token) is int for token in value):
-        raise _wrong_type(expected + "; token ids are integers")
+        raise wrong_type(expected + "; token ids are integers")
     num_prompts = 1 if type(first) is int else len(value)
     if num_prompts > MAX_PROMPTS:
         raise PydanticCustomError(
@@ -69,31 +61,8 @@ def _check_prompt(value: object) -> object:
     return value
 
 
-def check_text(value: str) -> str:
-    """Limits of length go before it: behind a check of our own pydantic takes any text for a list."""
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        raise PydanticCustomError("invalid_value", "the text holds a lone surrogate and is not valid Unicode") from None
-    return value
-
-
 def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
-
-
-def _check_schema(value: object) -> object:
-    """A JSON schema: an object, or the text of one."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise PydanticCustomError(
-                "invalid_value", "the text is not valid JSON: {error}", {"error": str(error)[:100]}
-            ) from None
-    if not isinstance(value, dict):
-        raise _wrong_type("expected a JSON schema as an object, or as the text of one")
-    return value
 
 
 def _check_logit_bias(value: dict[str, float]) -> dict[str, float]:
@@ -153,39 +122,6 @@ class StreamOptions(WireModel):
     include_usage: bool | None = Field(None, description="Send one more chunk with the usage of the whole request.")
     continuous_usage_stats: bool | None = Field(None, description="With include_usage: the usage so far on every chunk.")
     include_obfuscation: bool | None = Field(None, description="Accepted; nothing is padded.")
-
-
-SchemaField = Annotated[
-    Any,
-    BeforeValidator(_check_schema),
-    WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]}),
-]
-Pattern = Annotated[str, Field(min_length=1), AfterValidator(check_text)]
-ChoiceList = Annotated[list[Pattern], Field(min_length=1, max_length=MAX_LISTED_CHOICES)]
-
-
-class JsonSchemaFormat(WireModel):
-    name: Annotated[str, Field(max_length=512)] | None = None
-    description: str | None = Field(None, description="Accepted; the model does not see it.")
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = Field(None, description="The schema is enforced either way.")
-
-
-class ResponseFormat(WireModel):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
-
-
-class StructuredOutputs(WireModel):
-    json_: SchemaField | None = Field(None, alias="json")
-    json_object: bool | None = None
-    regex: Pattern | None = None
-    choice: ChoiceList | None = None
-    grammar: Pattern | None = None
-    disable_any_whitespace: bool | None = Field(None, description="Accepted; JSON is compact either way.")
-    disable_additional_properties: Literal[False] | None = None
-    whitespace_pattern: None = None
-    structural_tag: None = None
 
 
 class GenerationRequest(WireModel):
@@ -270,13 +206,13 @@ def _check_content(value: object) -> object:
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if not isinstance(value, list):
-        raise _wrong_type("expected a string or a list of content parts")
+        raise wrong_type("expected a string or a list of content parts")
     if not value:
         raise PydanticCustomError("empty_array", "expected at least one content part, got an empty list")
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str):
-            raise _wrong_type("expected content parts such as {'type': 'text', 'text': '…'}")
+            raise wrong_type("expected content parts such as {'type': 'text', 'text': '…'}")
         if kind != "text":
             raise PydanticCustomError(
                 "unsupported_value",

@@ -4,7 +4,8 @@ thing, and only one of them may be given. Every fault is a 400 that names the fi
 from typing import Any
 
 from model.grammar_state import Grammar
-from server.api.request_schemas import GenerationRequest, ResponseFormat, StructuredOutputs
+from server.api.request_schemas import GenerationRequest
+from server.api.structured_schemas import ResponseFormat, StructuredOutputs
 from server.engine.loaded import LoadedEngine
 from server.errors import ApiError, invalid_request
 from server.grammar.source import GrammarError, GrammarSource

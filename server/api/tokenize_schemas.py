@@ -5,7 +5,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from server.api.request_schemas import MAX_MESSAGES, Message, WireModel, check_text
+from server.api.request_schemas import MAX_MESSAGES, Message
+from server.api.wire_values import WireModel, check_text
 
 MAX_PROMPT_CHARACTERS = 2**20
 MAX_TOKENS = 2**20

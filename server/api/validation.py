@@ -10,8 +10,9 @@ from typing import Any, Generic, NoReturn, TypeVar
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from server.api.request_schemas import FIELDS_WITHOUT_MEANING, WireModel
+from server.api.request_schemas import FIELDS_WITHOUT_MEANING
 from server.api.unsupported import remove_unsupported
+from server.api.wire_values import WireModel
 from server.errors import ApiError, ClientDisconnectedError, invalid_request, request_too_large, shorten
 
 IGNORED_HEADER = "x-gemserve-ignored-parameters"
