@@ -12,6 +12,7 @@ import tokenizers
 from model.errors import CheckpointError
 from server.text.chat_template import ChatMessage, ChatTemplate, ControlLiterals
 from server.text.detokenizer import Detokenizer
+from server.text.length_bound import PromptTooLongError, most_characters_per_token
 
 # Tokens that the model reserves although tokenizer.json does not flag them as special: none of them is text.
 _RESERVED_LITERAL = re.compile(r"<unused\d+>|<mask>|\[multimodal\]|<(?:start|end)_of_image>|<image_soft_token>")
@@ -50,6 +51,9 @@ class Tokenizer:
             raise TokenizerError(f"it has {self._plain.get_vocab_size()} tokens, but the model has only {vocab_size}")
         self._entries = self._build_entries(control)
         self.num_known_tokens = 1 + max(token_id for token_id, entry in enumerate(self._entries) if entry is not None)
+        text_tokens = (token for token_id, token in added.items() if token_id not in control)
+        self._most_characters = most_characters_per_token(self._plain, text_tokens, self._entries)
+        self._leading_bos = re.compile(f"(?:{re.escape(self.token_text(bos_token_id))})*")
         self._literals = ControlLiterals(self._control_literals)
         self._chat_template = ChatTemplate(chat_template)
 
@@ -100,6 +104,17 @@ class Tokenizer:
         ids = self._encode_with_control(_scalar_values(text))
         return self._with_one_leading_bos(ids) if add_bos else ids
 
+    def least_num_tokens(self, text: str, add_bos: bool = True) -> int:
+        """A lower bound of the length of ``encode(text, add_bos)`` that costs nothing."""
+        if not add_bos:
+            return self._least_num_tokens(len(text))
+        match = self._leading_bos.match(text)
+        assert match is not None
+        return 1 + self._least_num_tokens(len(text) - match.end())
+
+    def _least_num_tokens(self, num_characters: int) -> int:
+        return 0 if self._most_characters is None else -(-num_characters // self._most_characters)
+
     def encode_plain(self, text: str) -> list[int]:
         """Ids of text that is only text: no BOS, and never a control token."""
         if not text:
@@ -108,13 +123,22 @@ class Tokenizer:
         return self._plain.encode_batch_fast([_scalar_values(text)], add_special_tokens=False)[0].ids
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True, continue_final_message: bool = False
+        self,
+        messages: Sequence[ChatMessage],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        *,
+        max_tokens: int | None = None,
     ) -> list[int]:
-        """Ids of the rendered chat, messages in the order of merge_messages. Raises ChatTemplateError.
+        """Ids of the rendered chat, messages in the order of merge_messages. Raises ChatTemplateError, and PromptTooLongError
+        for what is certain to have more than ``max_tokens`` before it is encoded.
 
         ``continue_final_message`` leaves the last turn open and wants no generation prompt.
         """
         pieces = self._render_pieces(messages, add_generation_prompt, continue_final_message)
+        least = 1 + sum(1 if isinstance(piece, int) else self._least_num_tokens(len(piece)) for piece in pieces)
+        if max_tokens is not None and least > max_tokens:
+            raise PromptTooLongError(least)
         ids: list[int] = [self.bos_token_id]
         for piece in pieces:
             if isinstance(piece, int):
