@@ -1,7 +1,7 @@
 """The engine's thread and its door to asyncio: ``generate()`` streams tokens, closing the stream aborts the request.
 
 Commands go in through an inbox, outputs come back in one thread-safe callback per step. A fault in the step ends the engine:
-every open stream gets EngineDeadError, and ``on_death`` is told.
+every open stream gets EngineDeadError, and ``on_death`` is told. So does a step that takes longer than ``step_timeout``.
 """
 
 import asyncio
@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from typing import TypeVarTuple, Unpack
 
 from server.engine.core import EngineCore
-from server.engine.request import EngineDeadError, EngineDrainingError, EngineError, GenerationSpec, TokenOutput
+from server.engine.request import (
+    EngineDeadError,
+    EngineDrainingError,
+    EngineError,
+    EngineHungError,
+    GenerationSpec,
+    TokenOutput,
+)
 from server.engine.scheduler import RequestEvent
 from server.engine.stats import EngineStats, StepStats
 
@@ -52,7 +59,11 @@ class AsyncEngine:
         self.error: BaseException | None = None
         self.on_step: Callable[[StepStats], None] | None = None  # called in the engine's thread
         self.on_death: Callable[[BaseException], None] | None = None  # called in the event loop
+        self.step_timeout = 0.0  # seconds; 0: a step may take for ever. Set before ``start``
         self._core = core
+        self._step_number = 0  # odd while a step runs
+        self._ended = asyncio.Event()  # the thread has ended, or hangs and is not waited for
+        self._watchdog: asyncio.Task[None] | None = None
         self._inbox: deque[_Add | _Abort] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -83,6 +94,8 @@ class AsyncEngine:
         """Start the thread; outputs are delivered to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
+        if self.step_timeout:
+            self._watchdog = asyncio.create_task(self._watch_steps())
 
     async def generate(self, spec: GenerationSpec) -> AsyncGenerator[TokenOutput, None]:
         """Stream a request's outputs until its finish reason. Closing the generator aborts the request.
@@ -125,12 +138,14 @@ class AsyncEngine:
         self._fail_streams(EngineDrainingError("The server shut down before this request was finished."))
 
     async def stop(self) -> None:
-        """End the thread after the step it is in."""
+        """End the thread after the step it is in, but do not wait for a step that hangs."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
         if self._thread.is_alive():
-            await asyncio.to_thread(self._thread.join)
+            await self._ended.wait()
+        if self._watchdog is not None:
+            self._watchdog.cancel()
 
     def _send(self, command: _Add | _Abort) -> None:
         with self._wake:
@@ -140,22 +155,25 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while self._take_commands():
+                self._step_number += 1
                 events = self._core.step()
+                self._step_number += 1
                 if self.on_step is not None and self._core.last_step is not None:
                     self.on_step(self._core.last_step)
                 if events:
                     self._call_in_loop(self._deliver, events)
         except BaseException as error:  # whatever ends this thread ends the engine, and everyone waiting is told
             logger.exception("the engine stopped after an error in its step")
-            self.error = error
             self._call_in_loop(self._die, error)
+        finally:
+            self._call_in_loop(self._ended.set)
 
     def _take_commands(self) -> bool:
         """Apply the inbox; sleep while there is nothing to do. False when the engine is to stop."""
         with self._wake:
             while not self._inbox and not self._core.has_work and not self._stopping:
                 self._wake.wait()
-            if self._stopping:
+            if self._stopping or self.is_dead:
                 return False
             commands = list(self._inbox)
             self._inbox.clear()
@@ -177,7 +195,24 @@ class AsyncEngine:
             if outputs is not None:  # else its client has left and the abort is on its way
                 outputs.put_nowait(event)
 
+    async def _watch_steps(self) -> None:
+        """Counts its own turns in which the same step runs: a process that was suspended has not hung."""
+        interval = min(1.0, self.step_timeout / 4)
+        last, seconds = 0, 0.0
+        while not self.is_dead and seconds < self.step_timeout:
+            await asyncio.sleep(interval)
+            number = self._step_number
+            seconds = seconds + interval if number == last and number % 2 else 0.0
+            last = number
+        if not self.is_dead:
+            logger.critical("a step of the model has not ended after %g seconds", seconds)
+            self._die(EngineHungError(f"a step of the model did not end within {self.step_timeout:g} seconds"))
+            self._ended.set()
+
     def _die(self, error: BaseException) -> None:
+        if self.is_dead:
+            return
+        self.error = error
         self._fail_streams(EngineDeadError("The engine stopped after an internal error."))
         if self.on_death is not None:
             self.on_death(error)

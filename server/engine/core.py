@@ -83,26 +83,31 @@ class EngineCore:
     def step(self) -> list[RequestEvent]:
         """Run one step. An exception from the runner leaves the core unusable: the caller ends the engine."""
         started = self._clock()
+        expired = self.scheduler.expire()
         batch = self.scheduler.schedule()
         if not batch.chunks:
             self.last_step = None
+            self._forget_finished(expired)
             self._after_change()
-            return []
+            return expired
         chunks = [self._sequence_chunk(chunk) for chunk in batch.chunks]
         kind, num_tokens, num_prefill_tokens = batch.kind, batch.num_tokens, batch.num_prefill_tokens
         before_run = self._clock()
         results = self._runner.run(chunks)
         after_run = self._clock()
-        events = self.scheduler.update(batch, results)
-        for request, _ in events:
-            if request.timings.finished is not None:
-                del self._requests[request.request_id]
+        events = expired + self.scheduler.update(batch, results)
+        self._forget_finished(events)
         finished = self._clock()
         host = before_run - started + finished - after_run
         self.last_step = StepStats(kind, finished - started, host, num_tokens, len(chunks), num_prefill_tokens)
         self._count(self.last_step)
         self._after_change()
         return events
+
+    def _forget_finished(self, events: list[RequestEvent]) -> None:
+        for request, _ in events:
+            if request.timings.finished is not None:
+                del self._requests[request.request_id]
 
     def _sequence_chunk(self, chunk: ScheduledChunk) -> SequenceChunk:
         request = chunk.request

@@ -28,6 +28,14 @@ class RequestFailedError(EngineError):
     """This request alone failed; the engine and all other requests go on."""
 
 
+class RequestExpiredError(EngineError):
+    """The request was still queued at its ``queue_deadline`` and was dropped unstarted."""
+
+
+class EngineHungError(EngineError):
+    """A step did not come back within the step timeout. It cannot be interrupted: the process has to end."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationSpec:
     """One choice of one prompt, ready to run. ``request_id`` is unique among live requests."""
@@ -38,6 +46,7 @@ class GenerationSpec:
     cache_salt: str | None = None  # requests share cached prefixes only under the same salt
     priority: int = 0
     grammar: Grammar | None = None  # what the text is constrained to
+    queue_deadline: float | None = None  # time of the engine's clock after which the request must not be started any more
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from model.sequence_chunk import ChunkResult
 from server.engine.kv_manager import KVCacheManager
-from server.engine.request import FinishReason, Request, RequestFailedError, RequestStatus, TokenOutput
+from server.engine.request import FinishReason, Request, RequestExpiredError, RequestFailedError, RequestStatus, TokenOutput
 from server.engine.stats import EngineStats, StepKind
 
 
@@ -59,7 +59,7 @@ class ScheduledBatch:
         return "decode" if prefill == 0 else "prefill" if prefill == self.num_tokens else "mixed"
 
 
-RequestEvent = tuple[Request, TokenOutput | RequestFailedError]
+RequestEvent = tuple[Request, TokenOutput | RequestFailedError | RequestExpiredError]
 
 
 def _decodes(request: Request) -> bool:
@@ -89,6 +89,15 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    def expire(self) -> list[RequestEvent]:
+        """Drop what was never started and must not be any more."""
+        now = self.clock()
+        expired = [r for r in self.waiting if not r.admitted and (r.spec.queue_deadline or now) < now]
+        for request in expired:
+            self.abort(request)
+            request.timings.finished = now
+        return [(r, RequestExpiredError("The request was queued for longer than its client would wait.")) for r in expired]
 
     def schedule(self) -> ScheduledBatch:
         """Choose the next step's chunks and allocate their blocks."""
