@@ -35,7 +35,7 @@ def shorten(text: str, limit: int) -> str:
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An answer other than 200. ``rejection`` is None for faults of the server."""
+    """An answer other than 200. ``rejection`` is None when the request was taken and failed later; then ``outcome`` counts it."""
 
     status: int
     message: str
@@ -44,6 +44,7 @@ class ApiError(Exception):
     param: str | None = None
     headers: Mapping[str, str] | None = None
     rejection: Rejection | None = "invalid"
+    outcome: Literal["error", "timeout"] = "error"
 
     def __str__(self) -> str:
         return self.message
@@ -67,10 +68,13 @@ def unsupported_parameter(name: str, detail: str = "") -> ApiError:
     return ApiError(400, message, param=name, code="unsupported_parameter")
 
 
-def context_length_exceeded(limit: int, num_prompt_tokens: int, num_completion_tokens: int, param: str) -> ApiError:
-    """The wording is load-bearing: clients recognise the case by it."""
+def context_length_exceeded(
+    limit: int, num_prompt_tokens: int, num_completion_tokens: int, param: str, *, is_bound: bool = False
+) -> ApiError:
+    """The wording is load-bearing: clients recognise the case by it. ``is_bound``: the prompt was not counted, it is at least
+    that long."""
     message = (
-        f"This model's maximum context length is {limit} tokens. However, you requested "
+        f"This model's maximum context length is {limit} tokens. However, you requested {'at least ' if is_bound else ''}"
         f"{num_prompt_tokens + num_completion_tokens} tokens ({num_prompt_tokens} in the messages, "
         f"{num_completion_tokens} in the completion). Please reduce the length of the messages or completion."
     )
@@ -103,6 +107,33 @@ def unauthorized(presented: bool) -> ApiError:
 def request_too_large(limit: int) -> ApiError:
     message = f"The request body is larger than the limit of {limit} bytes."
     return ApiError(413, message, code="request_too_large", headers={"connection": "close"}, rejection="too_large")
+
+
+def body_too_slow(seconds: float) -> ApiError:
+    message = f"The request body did not arrive within {seconds:g} seconds."
+    return ApiError(408, message, type="timeout_error", code="request_timeout", headers={"connection": "close"})
+
+
+def host_not_allowed(host: str) -> ApiError:
+    message = (
+        f"The Host {shorten(host, 100)!r} is not one of this server, which listens on a loopback address. "
+        f"Start it with --allowed-hosts to accept the name."
+    )
+    return ApiError(403, message, code="host_not_allowed", rejection="unauthorized")
+
+
+def server_overloaded(status: int, message: str, retry_after: int, rejection: Rejection) -> ApiError:
+    headers = {"retry-after": str(retry_after)}
+    return ApiError(status, message, type="server_overloaded", code="server_overloaded", headers=headers, rejection=rejection)
+
+
+def request_timeout() -> ApiError:
+    """Clients must not repeat it by themselves: the time that they gave is over."""
+    message = "The request was not finished within the time that it allowed."
+    headers = {"x-should-retry": "false"}
+    return ApiError(
+        408, message, type="timeout_error", code="request_timeout", headers=headers, rejection=None, outcome="timeout"
+    )
 
 
 def model_not_ready(message: str) -> ApiError:

@@ -43,7 +43,7 @@ ROUTES: Final = (
     "other",
 )
 METHODS: Final = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
-OUTCOMES: Final = ("stop", "length", "client_disconnect", "shutdown", "error")
+OUTCOMES: Final = ("stop", "length", "client_disconnect", "timeout", "shutdown", "error")
 FINISH_REASONS: Final = ("stop", "length")
 STEP_KINDS: Final = ("prefill", "decode", "mixed")
 

@@ -28,7 +28,7 @@ def is_sound_request_id(given: str) -> bool:
     return 0 < len(given) <= MAX_REQUEST_ID_CHARACTERS and all("!" <= character <= "~" for character in given)
 
 
-def _header_values(scope: Scope, name: bytes) -> list[bytes]:
+def header_values(scope: Scope, name: bytes) -> list[bytes]:
     return [value for key, value in scope["headers"] if key.lower() == name]
 
 
@@ -41,7 +41,7 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        values = _header_values(scope, b"x-request-id")
+        values = header_values(scope, b"x-request-id")
         given = values[0].decode("latin-1") if values else ""
         request_id = RequestId(given, is_given=True) if is_sound_request_id(given) else RequestId(uuid.uuid4().hex)
         scope[REQUEST_ID_KEY] = request_id
@@ -85,7 +85,7 @@ class ApiKeyMiddleware:
         if scope["type"] != "http" or not self._digests or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        values = _header_values(scope, b"authorization")
+        values = header_values(scope, b"authorization")
         if self._is_known(values):
             await self._app(scope, receive, send)
             return

@@ -1,0 +1,142 @@
+"""uvicorn's HTTP protocol with bounds on the head of a request, which it does not have itself: a head that is too large is
+answered with 431, one that does not arrive in time with 408, and a connection that asks nothing is closed. What has no sound
+head never reaches the application, so it is neither counted nor logged there."""
+
+import asyncio
+from typing import Literal
+
+from server.api.responses import encode_json
+from server.errors import ApiError
+
+MAX_HEAD_BYTES = 64 * 1024  # request line and headers
+MAX_HEADERS = 256
+# Closing while the client still sends would make its system drop the answer: what comes is thrown away for so long.
+LINGER_SECONDS = 1.0
+
+_PHRASES = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
+
+
+def http_protocol(read_timeout: float) -> type[asyncio.Protocol] | Literal["auto"]:
+    """The class for ``uvicorn.Config(http=...)``. ``read_timeout`` in seconds, 0: none. Without httptools, as on PyPy, uvicorn's
+    own choice, which bounds the size of a head but not its time."""
+    try:
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    except ImportError:
+        return "auto"
+
+    class BoundedProtocol(HttpToolsProtocol):
+        """``_part``: what the next byte belongs to. ``_num_pending``: bytes that came and are no piece of a body: of a head, of
+        trailers, of the extensions of chunks. A timer runs while the client has to send and no answer is awaited."""
+
+        _part: Literal["none", "head", "body"] = "none"
+        _num_pending = 0
+        _has_body = False
+        _is_refused = False
+        _timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._start_timer()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_timer()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            if self._is_refused:
+                return
+            self._has_body = False
+            super().data_received(data)
+            if self._part != "none" and not self._has_body:
+                self._num_pending += len(data)
+                self._check_size(self._num_pending)
+            if self._part != "head" and self._is_unused() and self.timeout_keep_alive_task is None:
+                self._start_timer()  # a stray line end, or the rest of a body whose answer is out
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._part = "head"
+            self._num_pending = 0
+            self._start_timer()
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            super().on_header(name, value)
+            if len(self.headers) > MAX_HEADERS:
+                self._refuse(_too_large(f"{MAX_HEADERS} headers"))
+
+        def on_headers_complete(self) -> None:
+            self._stop_timer()
+            self._part = "body"
+            self._num_pending = 0
+            self._check_size(len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers))
+            if not self._is_refused:
+                super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            self._num_pending = 0
+            self._has_body = True
+            if not self._is_refused:
+                super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            self._part = "none"
+            if not self._is_refused:
+                super().on_message_complete()
+
+        def send_400_response(self, msg: str) -> None:
+            self._refuse(ApiError(400, msg))
+
+        def _is_unused(self) -> bool:
+            return self.cycle is None or self.cycle.response_complete
+
+        def _check_size(self, num_bytes: int) -> None:
+            if num_bytes > MAX_HEAD_BYTES:
+                self._refuse(_too_large(f"{MAX_HEAD_BYTES} bytes"))
+
+        def _start_timer(self) -> None:
+            if read_timeout and self._timer is None:
+                self._timer = self.loop.call_later(read_timeout, self._time_out)
+
+        def _stop_timer(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _time_out(self) -> None:
+            self._timer = None
+            if self._part == "head":
+                message = f"The head of the request did not arrive within {read_timeout:g} seconds."
+                self._refuse(ApiError(408, message, type="timeout_error", code="request_timeout"))
+            else:
+                self.transport.close()
+
+        def _refuse(self, error: ApiError) -> None:
+            """Answer, unless an earlier request still waits for its answer, and close."""
+            if self._is_refused or self.transport.is_closing():
+                return
+            self._is_refused = True
+            self._stop_timer()
+            if self._is_unused():
+                self.transport.write(_raw_response(error))
+                if self.transport.can_write_eof():
+                    self.transport.write_eof()
+                self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+            else:
+                self.transport.close()
+
+    return BoundedProtocol
+
+
+def _too_large(limit: str) -> ApiError:
+    return ApiError(431, f"The head of the request is larger than the limit of {limit}.", code="request_header_fields_too_large")
+
+
+def _raw_response(error: ApiError) -> bytes:
+    body = encode_json(error.body())
+    head = (
+        f"HTTP/1.1 {error.status} {_PHRASES[error.status]}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        "connection: close",
+    )
+    return "\r\n".join(head).encode() + b"\r\n\r\n" + body
