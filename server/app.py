@@ -27,6 +27,7 @@ from server.api.tokenize_schemas import DetokenizeRequest, TokenizeRequest
 from server.engine.loaded import LoadedEngine, load_engine
 from server.engine_metrics import EngineCollector
 from server.errors import ApiError, ClientDisconnectedError, invalid_request, method_not_supported, unknown_url
+from server.host_check import HostMiddleware
 from server.metrics import Metrics
 from server.middleware import CLIENT_CLOSED_REQUEST, ApiKeyMiddleware, RequestContextMiddleware
 from server.settings import Settings
@@ -74,6 +75,7 @@ def create_app(settings: Settings, *, engine_factory: EngineFactory | None = Non
     app.include_router(tokenize_routes.create_router())
     # The last one added is the outermost.
     app.add_middleware(ApiKeyMiddleware, keys=settings.api_key, metrics=metrics)
+    app.add_middleware(HostMiddleware, host=settings.host, allowed_hosts=settings.allowed_hosts, metrics=metrics)
     app.add_middleware(RequestContextMiddleware, metrics=metrics)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -106,6 +108,7 @@ def _start_loading(app: FastAPI, state: ServerState, factory: EngineFactory) -> 
             return
         engine.engine.on_step = state.metrics.observe_step
         engine.engine.on_death = died
+        engine.engine.step_timeout = state.settings.step_timeout
         engine.engine.start()
         state.loaded = engine
         state.phase = "ready"

@@ -22,6 +22,8 @@ class EngineView(Protocol):
     @property
     def is_draining(self) -> bool: ...
     @property
+    def queue_limit(self) -> int: ...
+    @property
     def info(self) -> Mapping[str, Mapping[str, str]]: ...
     @property
     def startup_seconds(self) -> Mapping[str, float]: ...
@@ -56,6 +58,7 @@ class EngineCollector(Collector):
         yield _gauge("ready", "1 while requests are served.", float(view.is_ready))
         yield _gauge("draining", "1 while shutting down.", float(view.is_draining))
         yield from self._infos()
+        yield _gauge("queue_limit_requests", "Sequences that may wait besides those that can run; 0: no limit.", view.queue_limit)
         yield from _queue(stats, 0 if engine is None else engine.limits.max_num_seqs)
         yield from _work(stats)
         yield from _cache(stats)

@@ -70,6 +70,13 @@ class Settings:
         (), texts, "Names under which the model is served, the first in answers.", "NAME", shown="the model's own name"
     )
     api_key: tuple[str, ...] = _setting((), texts, "Keys of which a request must bring one as Bearer token.", "KEY", shown="none")
+    allowed_hosts: tuple[str, ...] = _setting(
+        (),
+        texts,
+        "Names that the Host header may have besides loopback ones while --host is a loopback address.",
+        "NAME",
+        shown="none",
+    )
     dtype: str = _choices(
         "auto",
         ("auto", "float32", "bfloat16"),
@@ -98,6 +105,13 @@ class Settings:
     max_num_seqs: int = _setting(
         None, integer(1), "Sequences that run at once.", "N", shown=f"{DEFAULT_MAX_NUM_SEQS}, or --max-num-batched-tokens if less"
     )
+    max_queued_requests: int = _setting(
+        256, integer(0), "Sequences that may wait besides the --max-num-seqs that can run; more are refused. 0: no limit.", "N"
+    )
+    max_queued_prompt_tokens: int = _setting(
+        1_048_576, integer(0), "Prompt tokens that may wait to be computed; more are refused. 0: no limit.", "TOKENS"
+    )
+    overload_status: str = _choices("429", ("429", "503"), "Status of the refusal of what is beyond these two limits.")
     block_size: int = _setting(16, integer(1), "Tokens in one block of the cache; divides the sliding window.", "TOKENS")
     kv_cache_memory: int | None = _setting(
         None, parse_size, "Memory of the key-value cache, such as 2GiB.", "SIZE", shown="a share of what is free after loading"
@@ -111,6 +125,12 @@ class Settings:
         None, path, "Folder for converted tokenizers.", "FOLDER", variable="GEMSERVE_CACHE", shown="~/.cache/gemserve"
     )
     keep_alive_timeout: int = _setting(75, integer(1), "Seconds that an idle connection stays open.", "SECONDS")
+    read_timeout: float = _setting(
+        60.0, number(0), "Seconds that the head of a request, and then its body, may take to arrive. 0: no limit.", "SECONDS"
+    )
+    step_timeout: float = _setting(
+        300.0, number(0), "Seconds after which a step of the model counts as hung and the server ends. 0: never.", "SECONDS"
+    )
     shutdown_timeout: float = _setting(30.0, number(0), "Seconds that running requests get to finish at shutdown.", "SECONDS")
     log_level: str = _choices("info", ("debug", "info", "warning", "error", "critical"), "Least severe level that is logged.")
     debug_invariants: bool = _switch(False, "Check the bookkeeping of the cache after every step (slow).")

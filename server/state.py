@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 
+from server.admission import AdmissionControl
 from server.engine.async_engine import AsyncEngine
 from server.engine.loaded import LoadedEngine
 from server.errors import ApiError, model_not_ready, shutting_down
@@ -29,7 +30,14 @@ class ServerState:
     loaded: LoadedEngine | None = None
     load_error: BaseException | None = None
     is_stopping: bool = False
+    admission: AdmissionControl = field(init=False)
     encoding_limiter: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(ENCODING_THREADS))
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.admission = AdmissionControl(
+            settings.max_queued_requests, settings.max_queued_prompt_tokens, int(settings.overload_status)
+        )
 
     @property
     def engine(self) -> AsyncEngine | None:
@@ -96,6 +104,10 @@ class ServerState:
         return fallback if value is None else value
 
     # What a scrape reads, see engine_metrics.EngineView.
+    @property
+    def queue_limit(self) -> int:
+        return self.settings.max_queued_requests
+
     @property
     def info(self) -> Mapping[str, Mapping[str, str]]:
         if self.loaded is None:

@@ -3,6 +3,7 @@ and byte fallback, put together as the engine the server would load."""
 
 import hashlib
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ PAD, EOS, BOS, UNK, START_OF_TURN, END_OF_TURN = 0, 1, 2, 3, 105, 106
 FIRST_BYTE = 120
 FIRST_TEXT = FIRST_BYTE + 256
 # Runs of these tokens in a prompt tell the runner to fail, see FakeRunner.
-CRASH, POISON = 98, 99
+HANG, CRASH, POISON = 97, 98, 99
 
 _WORDS = ["▁the", "▁Paris", "▁is", "▁a", "ing", "▁10", "11", "▁né", "▁—", "▁日本", "ed", "▁and"]
 _CHARACTERS = [*"▁abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;!?'\"-()/<>_"]
@@ -88,11 +89,13 @@ def token_logprobs(prefix: Sequence[int], token_id: int, num_top: int) -> TokenL
 @dataclass
 class FakeRunner:
     """Each step takes ``step_delay`` seconds, and ``token_delay`` more per token. A prompt with POISON fails alone, one with
-    CRASH takes the engine down, either after as many tokens as the prompt holds of it, less one."""
+    CRASH takes the engine down, one with HANG stops the step until ``released`` is set; each after as many tokens as the prompt
+    holds of it, less one."""
 
     step_delay: float = 0.0
     token_delay: float = 0.0
     chunk_sizes: list[int] = field(default_factory=list)
+    released: threading.Event = field(default_factory=threading.Event)
 
     def run(self, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
         self.chunk_sizes.extend(len(chunk.token_ids) for chunk in chunks)
@@ -113,6 +116,8 @@ class FakeRunner:
             return result
         if CRASH in prompt and num_output >= prompt.count(CRASH) - 1:
             raise RuntimeError("injected failure of the model step in /secret/path")
+        if HANG in prompt and num_output >= prompt.count(HANG) - 1:
+            self.released.wait(60)
         if POISON in prompt and num_output >= prompt.count(POISON) - 1:
             return ChunkResult(error="the logits are not finite")
         token = self._sample(tokens, num_output, chunk.sampling)

@@ -6,6 +6,7 @@ order of arrival. When the client leaves, one choice fails, or the run is closed
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -15,16 +16,18 @@ from starlette.types import Receive
 from model.grammar_state import Grammar
 from model.sampling_params import SamplingParams
 from model.sequence_chunk import TokenLogprobs
+from server.admission import Ticket
 from server.engine.async_engine import AsyncEngine
 from server.engine.request import (
     EngineDrainingError,
     EngineError,
     FinishReason,
     GenerationSpec,
+    RequestExpiredError,
     RequestFailedError,
     TokenOutput,
 )
-from server.errors import ApiError, ClientDisconnectedError, internal_error, shutting_down
+from server.errors import ApiError, ClientDisconnectedError, internal_error, request_timeout, shutting_down
 from server.request_metrics import ChoiceRecord, RequestRecord
 from server.text.detokenizer import Detokenizer
 from server.text.tokenizer import Tokenizer
@@ -61,6 +64,15 @@ class GenerationPlan:
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
+
+    @property
+    def num_sequences(self) -> int:
+        """Requests in the engine: equal choices are computed once."""
+        return sum(1 if prompt.sampling.greedy else self.n for prompt in self.prompts)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +141,31 @@ class _ChoiceText:
 
 
 class GenerationRun:
-    """A plan at work. ``start`` it, take events until None, and ``close`` it in every case."""
+    """A plan at work. ``start`` it, take events until None, and ``close`` it in every case.
 
-    def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer, plan: GenerationPlan, record: RequestRecord) -> None:
-        self.usage = Usage(prompt_tokens=sum(len(prompt.token_ids) for prompt in plan.prompts))
+    ``deadline`` is when the whole answer must be there, ``queue_deadline`` until when a sequence may be started, both monotonic.
+    The ticket was admitted and is closed by the run.
+    """
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        tokenizer: Tokenizer,
+        plan: GenerationPlan,
+        record: RequestRecord,
+        ticket: Ticket,
+        *,
+        deadline: float | None = None,
+        queue_deadline: float | None = None,
+    ) -> None:
+        self.usage = Usage(prompt_tokens=plan.num_prompt_tokens)
         self._engine = engine
         self._tokenizer = tokenizer
         self.plan = plan
         self._record = record
+        self._ticket = ticket
+        self._deadline = deadline
+        self._queue_deadline = queue_deadline
         self._events: asyncio.Queue[ChoiceEvent | Exception] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._open_choices = plan.num_choices
@@ -159,11 +188,7 @@ class GenerationRun:
         if self._open_choices == 0:
             self._record.finish(self._outcome)
             return None
-        if self._events.empty():
-            async with asyncio.timeout(timeout_seconds):
-                event = await self._events.get()
-        else:
-            event = self._events.get_nowait()
+        event = await self._take_event(timeout_seconds)
         if isinstance(event, Exception):
             self._stop_tasks()
             raise self._failure(event) from event
@@ -175,9 +200,26 @@ class GenerationRun:
                 self._outcome = "length"
         return event
 
+    async def _take_event(self, timeout_seconds: float | None) -> ChoiceEvent | Exception:
+        """The next event when it comes, RequestExpiredError when the deadline is earlier. Raises TimeoutError."""
+        remaining = None if self._deadline is None else self._deadline - time.monotonic()
+        if remaining is not None and remaining <= 0:
+            return RequestExpiredError("the deadline of the request has passed")
+        if not self._events.empty():
+            return self._events.get_nowait()
+        is_last = remaining is not None and (timeout_seconds is None or remaining <= timeout_seconds)
+        try:
+            async with asyncio.timeout(remaining if is_last else timeout_seconds):
+                return await self._events.get()
+        except TimeoutError:
+            if is_last:
+                return RequestExpiredError("the deadline of the request has passed")
+            raise
+
     async def close(self) -> None:
         """Abort whatever still runs. Idempotent."""
         self._stop_tasks()
+        self._ticket.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._record.finish("client_disconnect")  # unless it ended before: nobody took the rest of the events
 
@@ -194,6 +236,9 @@ class GenerationRun:
             case EngineDrainingError():
                 self._record.finish("shutdown")
                 return shutting_down()
+            case RequestExpiredError():
+                self._record.finish("timeout")
+                return request_timeout()
         self._record.finish("error")
         if isinstance(error, (ApiError, RequestFailedError)):
             return error if isinstance(error, ApiError) else internal_error(f"The request failed: {error}")
@@ -213,6 +258,8 @@ class GenerationRun:
             await self._generate(prompt_index, choice, index, num_copies)
         except Exception as error:  # delivered to whoever takes the events
             self._events.put_nowait(error)
+        finally:
+            self._ticket.sequence_ended()
 
     async def _generate(self, prompt_index: int, choice: int, index: int, num_copies: int) -> None:
         plan, prompt = self.plan, self.plan.prompts[prompt_index]
@@ -222,6 +269,7 @@ class GenerationRun:
             sampling=replace(prompt.sampling, choice=choice),
             cache_salt=plan.cache_salt,
             grammar=plan.grammar,
+            queue_deadline=self._queue_deadline,
         )
         text = _ChoiceText(self._tokenizer, plan, prompt.sampling)
         record = ChoiceRecord(self._record)
@@ -230,6 +278,7 @@ class GenerationRun:
             async for output in outputs:
                 record.observe(output, len(prompt.token_ids), is_first)
                 if is_first and choice == 0:
+                    self._ticket.prompt_computed(len(prompt.token_ids))
                     self.usage.cached_tokens += output.num_cached_tokens
                 event = text.event(output, index, is_first)
                 is_first = False

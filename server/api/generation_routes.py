@@ -6,11 +6,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
+import anyio
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.admission import Ticket
 from server.api.context import request_id_of, state_of
+from server.api.deadline import Deadline, header_timeout
 from server.api.generation import ChoiceEvent, GenerationPlan, GenerationRun
 from server.api.preparation import prepare_chat, prepare_completion
 from server.api.request_schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
@@ -25,15 +28,17 @@ from server.api.responses import (
 from server.api.validation import parse_request, read_json_object, request_body
 from server.api.wire_forms import ChatForm, CompletionForm, WireForm
 from server.engine.loaded import LoadedEngine
-from server.errors import ApiError, ClientDisconnectedError
+from server.errors import ApiError, ClientDisconnectedError, request_timeout
 from server.request_metrics import RequestRecord
 from server.state import ServerState
 
 Body = TypeVar("Body", bound=GenerationRequest)
-Prepare = Callable[[ServerState, LoadedEngine, Body, str], Awaitable[GenerationPlan]]
+Prepare = Callable[[ServerState, LoadedEngine, Body, str, Ticket], Awaitable[GenerationPlan]]
 MakeForm = Callable[[LoadedEngine, GenerationPlan, Body], WireForm]
 
-_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorResponse} for status in (400, 401, 404, 413, 500, 503)}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse} for status in (400, 401, 403, 404, 408, 413, 429, 500, 503)
+}
 
 
 class _Endpoint(Generic[Body]):
@@ -54,17 +59,29 @@ class _Endpoint(Generic[Body]):
         record = RequestRecord(state.metrics, self._name, response_id, request_id.value)
         async with _counted(state, self._name, record):
             loaded = state.require_loaded()
-            parsed = parse_request(self._body, await read_json_object(request), strict_params=state.settings.strict_params)
+            arrival, timeout = time.monotonic(), header_timeout(request.headers)
+            value = await read_json_object(request, state.admission, state.settings.read_timeout or None)
+            parsed = parse_request(self._body, value, strict_params=state.settings.strict_params)
             body = parsed.body
             record.stream = bool(body.stream)
-            plan = await self._prepare(state, loaded, body, response_id)
-            record.observe_plan(
-                sum(len(prompt.token_ids) for prompt in plan.prompts), max(prompt.sampling.max_tokens for prompt in plan.prompts)
-            )
-            head = ResponseHead(response_id, int(time.time()), body.model or loaded.model_names[0], state.system_fingerprint)
-            headers = parsed.headers()
-            form = self._make_form(loaded, plan, body)
-            run = GenerationRun(loaded.engine, loaded.tokenizer, plan, record)
+            deadline = Deadline.of(request.headers, arrival, timeout, body.timeout)
+            ticket = state.admission.ticket(loaded.engine.limits.max_num_seqs)
+            try:
+                plan = await self._plan(state, loaded, body, response_id, ticket, deadline)
+                ticket.start(plan.num_sequences, plan.num_prompt_tokens)
+                record.observe_plan(plan.num_prompt_tokens, max(prompt.sampling.max_tokens for prompt in plan.prompts))
+                head = ResponseHead(response_id, int(time.time()), body.model or loaded.model_names[0], state.system_fingerprint)
+                headers = parsed.headers()
+                form = self._make_form(loaded, plan, body)
+                until = deadline.queue_deadline(
+                    stream=record.stream, num_sequences=plan.num_sequences, keep_alive_seconds=KEEP_ALIVE_SECONDS
+                )
+                run = GenerationRun(
+                    loaded.engine, loaded.tokenizer, plan, record, ticket, deadline=deadline.at, queue_deadline=until
+                )
+            except BaseException:
+                ticket.close()
+                raise
             run.start(request.receive)
             if body.stream:
                 return await _stream(run, form, head, body, state, headers)
@@ -74,6 +91,16 @@ class _Endpoint(Generic[Body]):
                 await run.close()
             response.headers.update(record.timing_headers())
             return response
+
+    async def _plan(
+        self, state: ServerState, loaded: LoadedEngine, body: Body, response_id: str, ticket: Ticket, deadline: Deadline
+    ) -> GenerationPlan:
+        """Checks and encodes. What waits for its turn to be encoded is given up at the deadline."""
+        try:
+            with anyio.fail_after(deadline.remaining):
+                return await self._prepare(state, loaded, body, response_id, ticket)
+        except TimeoutError:
+            raise request_timeout() from None
 
 
 async def _stream(
@@ -103,7 +130,7 @@ async def _counted(state: ServerState, endpoint: str, record: RequestRecord) -> 
     except ApiError as error:
         if not record.is_finished:
             if error.rejection is None:
-                record.finish("error")
+                record.finish(error.outcome)
             else:
                 state.metrics.observe_rejection(endpoint, error.rejection)
         raise

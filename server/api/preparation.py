@@ -10,6 +10,7 @@ from functools import partial
 
 from model.grammar_state import Grammar
 from model.sampling_params import SamplingParams
+from server.admission import Ticket
 from server.api.generation import GenerationPlan, PromptPlan
 from server.api.prompts import (
     EncodedPrompt,
@@ -24,8 +25,9 @@ from server.api.prompts import (
 from server.api.request_schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from server.api.structured_output import compile_grammar
 from server.engine.loaded import LoadedEngine
-from server.errors import context_length_exceeded, invalid_request, model_not_found
+from server.errors import ApiError, context_length_exceeded, invalid_request, model_not_found
 from server.state import ServerState
+from server.text.length_bound import PromptTooLongError
 from server.text.tokenizer import Tokenizer
 
 # Prompts x choices of one request; each is a request of its own in the engine.
@@ -34,18 +36,20 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 async def prepare_completion(
-    state: ServerState, loaded: LoadedEngine, body: CompletionRequest, response_id: str
+    state: ServerState, loaded: LoadedEngine, body: CompletionRequest, response_id: str, ticket: Ticket
 ) -> GenerationPlan:
     _check_common(loaded, body, has_logprobs=body.logprobs is not None)
     n = body.n or 1
     num_candidates = _num_candidates(body, n)
     prompts = prompt_list(body.prompt)
     _check_num_sequences(len(prompts), num_candidates, "prompt", "n" if num_candidates == n else "best_of")
+    limit = _truncation(loaded, body, body.max_tokens, DEFAULT_COMPLETION_TOKENS)
+    ticket.admit(len(prompts) * num_candidates, _least_num_tokens(loaded, prompts, limit, body.max_tokens))
     grammar = await compile_grammar(loaded, body)
     encode = partial(
         encode_prompt,
         loaded.tokenizer,
-        limit=_truncation(loaded, body, body.max_tokens, DEFAULT_COMPLETION_TOKENS),
+        limit=limit,
         wants_text=bool(body.echo) or body.logprobs is not None,
         skip_special_tokens=body.skip_special_tokens is not False,
     )
@@ -82,22 +86,29 @@ def _num_candidates(body: CompletionRequest, n: int) -> int:
     return body.best_of
 
 
-async def prepare_chat(state: ServerState, loaded: LoadedEngine, body: ChatCompletionRequest, response_id: str) -> GenerationPlan:
+async def prepare_chat(
+    state: ServerState, loaded: LoadedEngine, body: ChatCompletionRequest, response_id: str, ticket: Ticket
+) -> GenerationPlan:
     _check_common(loaded, body, has_logprobs=bool(body.logprobs))
     _check_num_sequences(1, body.n or 1, "messages", "n")
     if body.top_logprobs is not None and not body.logprobs:
         message = "Invalid value for 'top_logprobs': it needs 'logprobs': true."
         raise invalid_request(message, param="top_logprobs", code="invalid_value")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    grammar = await compile_grammar(loaded, body)
-    token_ids = await encode_chat(
-        state,
-        loaded.tokenizer,
-        body.messages,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-    )
     limit = _truncation(loaded, body, max_tokens, 1)
+    ticket.admit(body.n or 1, 0)
+    grammar = await compile_grammar(loaded, body)
+    try:
+        token_ids = await encode_chat(
+            state,
+            loaded.tokenizer,
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            max_tokens=loaded.engine.limits.max_model_len if limit is None else None,
+        )
+    except PromptTooLongError as error:
+        raise _hopeless(loaded, error.num_tokens, 1 if max_tokens is None else max_tokens, "messages") from None
     return _plan(
         state,
         loaded,
@@ -144,6 +155,24 @@ def _check_num_sequences(num_prompts: int, n: int, param: str, count_param: str)
             f"Invalid value for '{count_param}': {num_prompts} prompts x {n} choices are more than the limit of {MAX_SEQUENCES}."
         )
         raise invalid_request(message, param=count_param if n > 1 else param, code="integer_above_max_value")
+
+
+def _least_num_tokens(loaded: LoadedEngine, prompts: Sequence[str | list[int]], limit: int | None, max_tokens: int | None) -> int:
+    """A lower bound of the tokens of all prompts, before anything is encoded. ``limit``: see ``truncated``. Raises ApiError when
+    a text cannot fit."""
+    total = 0
+    for prompt in prompts:
+        least = loaded.tokenizer.least_num_tokens(prompt) if isinstance(prompt, str) else len(prompt)
+        if limit is not None:
+            least = min(least, limit)
+        elif isinstance(prompt, str) and least > loaded.engine.limits.max_model_len:
+            raise _hopeless(loaded, least, DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens, "prompt")
+        total += least
+    return total
+
+
+def _hopeless(loaded: LoadedEngine, least: int, max_tokens: int, param: str) -> ApiError:
+    return context_length_exceeded(loaded.engine.limits.max_model_len, least, max_tokens, param, is_bound=True)
 
 
 def _truncation(loaded: LoadedEngine, body: GenerationRequest, max_tokens: int | None, default_max_tokens: int) -> int | None:

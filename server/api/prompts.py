@@ -67,8 +67,10 @@ async def encode_chat(
     *,
     add_generation_prompt: bool | None,
     continue_final_message: bool | None,
+    max_tokens: int | None = None,
 ) -> list[int]:
-    """The rendered chat. It ends with the generation prompt, unless the last message is to be continued."""
+    """The rendered chat. It ends with the generation prompt, unless the last message is to be continued. Raises
+    PromptTooLongError for what is certain to have more than ``max_tokens`` before it is encoded."""
     if continue_final_message:
         if add_generation_prompt:
             message = "Invalid value for 'add_generation_prompt': with 'continue_final_message' it must be false or left out."
@@ -80,7 +82,8 @@ async def encode_chat(
     chat = _chat_messages(messages)
     try:
         merged = merge_messages(chat, strict=state.settings.strict_roles)
-        return await in_thread(state, lambda: tokenizer.encode_chat(merged, opens_turn, bool(continue_final_message)))
+        continues = bool(continue_final_message)
+        return await in_thread(state, lambda: tokenizer.encode_chat(merged, opens_turn, continues, max_tokens=max_tokens))
     except ChatTemplateError as error:
         raise invalid_request(str(error), param=error.param, code="invalid_value") from None
 

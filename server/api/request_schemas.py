@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from server.api.deadline import MAX_TIMEOUT_SECONDS, MIN_TIMEOUT_SECONDS
 from server.api.structured_schemas import ChoiceList, Pattern, ResponseFormat, SchemaField, StructuredOutputs
 from server.api.wire_values import WireModel, check_text, wrong_type
 
@@ -170,6 +171,9 @@ class GenerationRequest(WireModel):
     guided_grammar: Pattern | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256), AfterValidator(check_text)] | None = Field(
         None, description="Cached prefixes are shared between requests of the same salt only."
+    )
+    timeout: Annotated[float, Field(ge=MIN_TIMEOUT_SECONDS, le=MAX_TIMEOUT_SECONDS)] | None = Field(
+        None, description="Seconds within which the whole answer must be there; also the header X-Request-Timeout."
     )
     user: Annotated[str, Field(max_length=512)] | None = None
     # Known to OpenAI's API and without meaning here.

@@ -22,7 +22,9 @@ from server.text.tokenizer import Tokenizer
 Body = TypeVar("Body", TokenizeRequest, DetokenizeRequest)
 
 _NOT_READY: dict[int | str, dict[str, Any]] = {status: {"model": ErrorResponse} for status in (401, 503)}
-_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorResponse} for status in (400, 401, 404, 413, 503)}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse} for status in (400, 401, 403, 404, 408, 413, 429, 503)
+}
 
 
 def tokenizer_info(tokenizer: Tokenizer, max_model_len: int) -> dict[str, Any]:
@@ -84,7 +86,8 @@ def _check_source(body: TokenizeRequest) -> None:
 async def _read(request: Request, model: type[Body]) -> tuple[LoadedEngine, ParsedRequest[Body]]:
     state = state_of(request)
     loaded = state.require_loaded()
-    parsed = parse_request(model, await read_json_object(request), strict_params=state.settings.strict_params)
+    value = await read_json_object(request, state.admission, state.settings.read_timeout or None)
+    parsed = parse_request(model, value, strict_params=state.settings.strict_params)
     if parsed.body.model is not None and parsed.body.model not in loaded.model_names:
         raise model_not_found(parsed.body.model)
     return loaded, parsed

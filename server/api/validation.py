@@ -1,6 +1,7 @@
 """From the bytes of a request to a checked model: size, content type, UTF-8, JSON, then types and ranges. Every failure is an
 ApiError in OpenAI's shape that names the field by its dotted path; messages stay short whatever was sent."""
 
+import asyncio
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -10,15 +11,24 @@ from typing import Any, Generic, NoReturn, TypeVar
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
+from server.admission import AdmissionControl
 from server.api.request_schemas import FIELDS_WITHOUT_MEANING
 from server.api.unsupported import remove_unsupported
 from server.api.wire_values import WireModel
-from server.errors import ApiError, ClientDisconnectedError, invalid_request, request_too_large, shorten
+from server.errors import (
+    ApiError,
+    ClientDisconnectedError,
+    body_too_slow,
+    invalid_request,
+    request_too_large,
+    shorten,
+)
 
 IGNORED_HEADER = "x-gemserve-ignored-parameters"
 _HEADER_UNSAFE = re.compile(r"[^][A-Za-z0-9_.-]")
 _MAX_HEADER_CHARACTERS = 1000
 MAX_BODY_BYTES = 16 * 1024 * 1024
+MAX_NESTING = 64
 _MAX_REPORTED_ERRORS = 5
 
 Model = TypeVar("Model", bound=WireModel)
@@ -45,24 +55,35 @@ def request_body(schema: str) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-async def read_json_object(request: Request, max_bytes: int = MAX_BODY_BYTES) -> dict[str, Any]:
-    """The body as a JSON object. The size is counted while the body arrives, so that a lie in Content-Length buys nothing."""
+async def read_json_object(request: Request, admission: AdmissionControl, timeout_seconds: float | None) -> dict[str, Any]:
+    """The body as a JSON object. The size is counted while the body arrives, so that a lie in Content-Length buys nothing; all
+    of it has to arrive within ``timeout_seconds``."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         got = repr(shorten(content_type, 60)) if content_type else "none"
         raise invalid_request(f"Expected the header Content-Type: application/json, got {got}.")
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > max_bytes:
-        raise request_too_large(max_bytes)
+    if declared.isdecimal() and int(declared[:20]) > MAX_BODY_BYTES:
+        raise request_too_large(MAX_BODY_BYTES)
     body = bytearray()
     try:
-        async for piece in request.stream():
-            body += piece
-            if len(body) > max_bytes:
-                raise request_too_large(max_bytes)
+        async with asyncio.timeout(timeout_seconds):
+            async for piece in request.stream():
+                body += piece
+                admission.body_arrived(len(piece))
+                if len(body) > MAX_BODY_BYTES:
+                    raise request_too_large(MAX_BODY_BYTES)
     except ClientDisconnect:
         raise ClientDisconnectedError from None
+    except TimeoutError:
+        assert timeout_seconds is not None
+        raise body_too_slow(timeout_seconds) from None
+    finally:
+        admission.body_done(len(body))
     value = _decode(bytes(body))
+    # Depth is looked for only where there are enough brackets for it.
+    if body.count(b"[") + body.count(b"{") > MAX_NESTING and _is_deeper(value, MAX_NESTING):
+        raise invalid_request(f"The request body is nested too deeply: at most {MAX_NESTING} levels are read.")
     if not isinstance(value, dict):
         raise invalid_request("We could not parse the JSON body of your request as an object: expected {…} with the parameters.")
     return value
@@ -81,6 +102,16 @@ def _decode(body: bytes) -> object:
         raise invalid_request(f"{start}: it is nested too deeply.") from None
     except ValueError as error:  # a constant, or an integer of thousands of digits
         raise invalid_request(f"{start}: {shorten(str(error), 100)}.") from None
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    """Whether lists and objects are nested more than ``levels`` deep."""
+    containers: list[Any] = [value] if isinstance(value, (list, dict)) else []
+    while containers and levels:
+        levels -= 1
+        children = (container.values() if isinstance(container, dict) else container for container in containers)
+        containers = [child for values in children for child in values if isinstance(child, (list, dict))]
+    return bool(containers)
 
 
 def _refuse_constant(name: str) -> NoReturn:

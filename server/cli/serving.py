@@ -1,6 +1,6 @@
 """The process of ``gemserve serve``. The port is bound at once, so that a taken one is noticed first; it answers from when the
 headers of the checkpoint are found sound. The model then loads while the server already answers that it is not ready. A failed
-load and a dead engine end the process with exit code 1; SIGTERM lets running requests finish and ends it with 0."""
+load and a dead or hung engine end the process with exit code 1; SIGTERM lets running requests finish and ends it with 0."""
 
 import asyncio
 import contextlib
@@ -17,6 +17,8 @@ import uvicorn
 
 from model.errors import ConfigError, ModelError
 from server.engine.loaded import LoadedEngine, load_engine
+from server.engine.request import EngineHungError
+from server.http_protocol import http_protocol
 from server.settings import Settings
 from server.state import ServerState
 
@@ -81,6 +83,8 @@ def serve(settings: Settings) -> int:
                 _exit_at_once(EXIT_INTERRUPTED if isinstance(sys.exception(), KeyboardInterrupt) else 0)
     if server.fault is not None:
         print(f"gemserve: error: {_one_line(server.fault)}", file=sys.stderr)
+        if isinstance(server.fault, EngineHungError):
+            _exit_at_once(1)
         return 1
     return 0
 
@@ -111,6 +115,7 @@ def prepare(settings: Settings) -> Server:
         access_log=settings.log_level == "debug",
         timeout_keep_alive=settings.keep_alive_timeout,
         timeout_graceful_shutdown=int(settings.shutdown_timeout) + LAST_EVENTS_SECONDS,
+        http=http_protocol(settings.read_timeout),
         ws="none",
         server_header=False,
     )
@@ -120,7 +125,8 @@ def prepare(settings: Settings) -> Server:
 
 
 def _exit_at_once(code: int) -> NoReturn:
-    """End without tearing the interpreter down: native code of the loading thread would abort the process in that."""
+    """End without tearing the interpreter down: native code of the loading thread, or of a step that hangs,
+    would abort the process in that."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

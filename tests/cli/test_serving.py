@@ -9,6 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.fakes import BOS, HANG
+
 ROOT = Path(__file__).parent.parent.parent
 
 PROGRAM = """
@@ -53,14 +55,14 @@ def endless(settings, report_phase, checkpoint):
 model.checkpoint.open_checkpoint = lambda *args, **kwargs: None
 serving.load_engine = globals()[sys.argv[1]]
 try:
-    sys.exit(serving.serve(Settings(port=0, shutdown_timeout=float(sys.argv[2]))))
+    sys.exit(serving.serve(Settings(port=0, shutdown_timeout=float(sys.argv[2]), step_timeout=float(sys.argv[3]))))
 except KeyboardInterrupt:
     sys.exit(130)
 """
 
 
-def start(behaviour: str, shutdown_timeout: float = 30) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PROGRAM, behaviour, str(shutdown_timeout)]
+def start(behaviour: str, shutdown_timeout: float = 30, step_timeout: float = 0) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PROGRAM, behaviour, str(shutdown_timeout), str(step_timeout)]
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
@@ -87,6 +89,30 @@ def test_a_dead_engine_ends_the_process() -> None:
         _, error = process.communicate(timeout=60)
     assert process.returncode == 1
     assert error.rstrip().endswith("gemserve: error: RuntimeError: out of memory in a step")
+
+
+@pytest.mark.parametrize("is_told_to_stop", [False, True])
+def test_a_step_that_hangs_ends_the_process(is_told_to_stop: bool) -> None:
+    with start("fake_model", step_timeout=1) as process:
+        port = int(wait_for_line(process, "listening on")[-1].rsplit(":", 1)[1])
+        wait_for_line(process, "ready: serving")
+        url = f"http://127.0.0.1:{port}"
+        began = time.monotonic()
+        body = {"prompt": [BOS, *[HANG] * 11], "max_tokens": 40, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
+            chunks = response.iter_text()
+            next(chunks)
+            if is_told_to_stop:
+                process.send_signal(signal.SIGTERM)
+            events = "".join(chunks).split("\n\n")
+        _, error = process.communicate(timeout=30)
+        assert time.monotonic() - began < 10
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert '"code":"internal_error"' in events[-3]
+    assert process.returncode == 1
+    assert error.rstrip().endswith("gemserve: error: EngineHungError: a step of the model did not end within 1 seconds")
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
 
 
 @pytest.mark.parametrize("behaviour", ["endless", "native"])

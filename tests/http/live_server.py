@@ -1,7 +1,9 @@
 """The real server on a free port, in a thread, with a fake model: what tests talk to over real sockets."""
 
 import contextlib
+import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ from fastapi import FastAPI
 
 from server.app import create_app
 from server.engine.loaded import LoadedEngine
+from server.http_protocol import http_protocol
 from server.settings import Settings
 from tests.fakes import fake_engine_factory
 
@@ -29,6 +32,25 @@ class LiveServer:
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return self.client.post(path, json=body, **options)
+
+    @contextlib.contextmanager
+    def open_request(self, body: dict[str, Any], *headers: str) -> Iterator[socket.socket]:
+        """A completion on a connection of its own, whose answer nobody has read yet. Leaving the block closes it."""
+        payload = json.dumps(body).encode()
+        lines = ["POST /v1/completions HTTP/1.1", "host: localhost", "content-type: application/json", *headers]
+        lines += [f"content-length: {len(payload)}", "", ""]
+        with socket.create_connection(("127.0.0.1", self.port), timeout=20) as connection:
+            connection.sendall("\r\n".join(lines).encode() + payload)
+            yield connection
+
+    def outcomes(self, outcome: str) -> float:
+        """Completions that ended so, streamed or not."""
+        return sum(
+            self.metric("requests_total", endpoint="completions", stream=stream, outcome=outcome) for stream in ("true", "false")
+        )
+
+    def rejections(self, reason: str) -> float:
+        return self.metric("request_rejections_total", endpoint="completions", reason=reason)
 
     def complete(self, **body: Any) -> dict[str, Any]:
         """An unstreamed completion that must succeed."""
@@ -97,10 +119,19 @@ def live_server(
     **settings: Any,
 ) -> Iterator[LiveServer]:
     """``deaths`` collects what the application reports to the command line."""
-    app = create_app(Settings(**settings), engine_factory=factory or fake_engine_factory())
+    checked = Settings(**settings)
+    app = create_app(checked, engine_factory=factory or fake_engine_factory())
     if deaths is not None:
         app.state.on_engine_death = deaths.append
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", ws="none", timeout_graceful_shutdown=5)
+    config = uvicorn.Config(
+        app,
+        host="127.0.0.1",
+        port=0,
+        log_level="warning",
+        http=http_protocol(checked.read_timeout),
+        ws="none",
+        timeout_graceful_shutdown=5,
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -30,7 +30,7 @@ def open_request(server: LiveServer, body: dict[str, Any]) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
     payload = json.dumps(body).encode()
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
+        f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n"
         f"content-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
     )
     connection.sendall(head.encode() + payload)
@@ -121,7 +121,7 @@ def test_in_an_unstreamed_call(slow_server: LiveServer) -> None:
 
 def test_in_the_middle_of_its_body(slow_server: LiveServer) -> None:
     with socket.create_connection(("127.0.0.1", slow_server.port)) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n"
         connection.sendall(f'{head}content-type: application/json\r\ncontent-length: 100\r\n\r\n{{"prompt":'.encode())
         time.sleep(0.05)
     assert_idle_within_a_second(slow_server)

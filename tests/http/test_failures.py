@@ -3,10 +3,12 @@
 import asyncio
 import json
 import threading
+import time
 
 import pytest
 
-from tests.fakes import BOS, CRASH, POISON, FakeRunner, fake_engine_factory
+from server.engine.request import EngineHungError
+from tests.fakes import BOS, CRASH, HANG, POISON, FakeRunner, fake_engine_factory
 from tests.http.live_server import LiveServer, error_of, live_server
 
 COMPLETIONS = "/v1/completions"
@@ -67,6 +69,59 @@ def test_a_dead_engine_tells_every_client_and_the_probes() -> None:
         assert server.client.get("/metrics").status_code == 200
         assert server.metric("ready") == 0
         assert [type(error) for error in deaths] == [RuntimeError]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("num_tokens", [0, 10])
+def test_an_exception_in_the_model_step_is_never_a_silent_cut(num_tokens: int, stream: bool) -> None:
+    body = {"prompt": [BOS, *[CRASH] * (num_tokens + 1)], "max_tokens": 40, "stream": stream}
+    with live_server(deaths=[]) as server:
+        response = server.post(COMPLETIONS, body)
+        if stream and num_tokens:
+            events = response.text.split("\n\n")
+            assert response.status_code == 200
+            assert len(events) == num_tokens + 3
+            assert events[-2:] == ["data: [DONE]", ""]
+            assert json.loads(events[-3][6:])["error"]["code"] == "internal_error"
+            assert all('"finish_reason":null' in event for event in events[:-3])
+        else:
+            assert response.status_code == 500
+            assert response.headers["x-should-retry"] == "false"
+            assert error_of(response)["code"] == "internal_error"
+        assert server.outcomes("error") == 1
+
+
+@pytest.mark.parametrize("num_tokens", [0, 10])
+def test_a_step_that_hangs_ends_the_engine_and_tells_every_client(num_tokens: int) -> None:
+    deaths: list[BaseException] = []
+    runner = FakeRunner(step_delay=0.005)
+    with live_server(fake_engine_factory(runner), deaths=deaths, step_timeout=0.5) as server:
+        answers = []
+        neighbour = threading.Thread(
+            target=lambda: answers.append(server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 400, "stream": True}).text)
+        )
+        neighbour.start()
+        server.wait_for(lambda: server.metric("requests_running") == 1)
+        began = time.monotonic()
+        response = server.post(COMPLETIONS, {"prompt": [BOS, *[HANG] * (num_tokens + 1)], "max_tokens": 40})
+        assert time.monotonic() - began < 5
+        neighbour.join()
+        assert response.status_code == 500
+        assert '"error"' in answers[0].split("\n\n")[-3]
+        for path in ("/health", "/health/ready", "/health/live"):
+            assert server.client.get(path).status_code == 503
+        assert server.metric("ready") == 0
+        assert [type(death) for death in deaths] == [EngineHungError]
+        runner.released.set()  # a step that comes back after all changes nothing any more
+        time.sleep(0.05)
+        assert server.client.get("/health").status_code == 503
+        assert server.post(COMPLETIONS, {"prompt": "a"}).status_code == 503
+        assert len(deaths) == 1
+
+
+def test_a_slow_step_is_not_a_hung_one() -> None:
+    with live_server(fake_engine_factory(FakeRunner(step_delay=0.3)), step_timeout=0.5) as server:
+        assert server.complete(prompt="a", max_tokens=4)["usage"]["completion_tokens"] == 4
 
 
 def test_while_loading_the_port_answers_and_says_what_it_waits_for() -> None:

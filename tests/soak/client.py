@@ -41,7 +41,7 @@ class Reply:
 async def send(port: int, path: str, body: bytes, request_id: str, leave: Leave | None) -> Reply:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = (
-        f"POST {path} HTTP/1.1\r\nhost: soak\r\nconnection: close\r\nx-request-id: {request_id}\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nx-request-id: {request_id}\r\n"
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     )
     received = bytearray()
