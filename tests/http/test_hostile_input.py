@@ -171,7 +171,8 @@ def test_memory_does_not_grow_with_what_is_refused(server: LiveServer) -> None:
     before = memory()
     for _ in range(10):
         attack()
-    assert memory() - before < 2 * MAX_BODY_BYTES
+    # Of 500 MB that were sent, twice the largest body, and as much for the client, which is in the same process.
+    assert memory() - before < 4 * MAX_BODY_BYTES
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,8 @@ def test_a_crowd_is_served_in_part_and_refused_in_order() -> None:
     assert set(tally.statuses) == {200, 429}
     assert counts["status 5xx"] == 0
     assert all(1 <= wait <= 60 for wait in tally.waits)
-    assert min(tally.replies[reply] for reply in ("finished", "refused", "left")) > 10, tally.replies
+    assert min(tally.replies[reply] for reply in ("finished", "refused", "left")) > 0, tally.replies
+    assert tally.replies["refused"] > 20, tally.replies
     # Of those that left, some were finished or refused without knowing it.
     finished = counts["stop"] + counts["length"]
     assert counts["received"] == sum(tally.replies.values())
