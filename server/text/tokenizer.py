@@ -47,6 +47,7 @@ class Tokenizer:
         self.end_of_turn_id = self._control_literals.get("<end_of_turn>")
         self._control_pattern = _literal_pattern(self._control_literals)
         self._plain = _without_control_tokens(tokenizer, added, self.control_token_ids)
+        _drop_word_cache(self._plain)
         if self._plain.get_vocab_size() > vocab_size:
             raise TokenizerError(f"it has {self._plain.get_vocab_size()} tokens, but the model has only {vocab_size}")
         self._entries = self._build_entries(control)
@@ -262,6 +263,13 @@ class Tokenizer:
 
 def _is_control(token: tokenizers.AddedToken) -> bool:
     return bool(token.special) or _RESERVED_LITERAL.fullmatch(token.content) is not None
+
+
+def _drop_word_cache(tokenizer: tokenizers.Tokenizer) -> None:
+    """The library caches the ids of 10,000 words. Gemma's model splits nothing into words, so every text would be kept as one
+    and hardly ever be met again: kilobytes per request, for nothing."""
+    if isinstance(tokenizer.model, tokenizers.models.BPE):
+        tokenizer.model._resize_cache(0)
 
 
 def _without_control_tokens(

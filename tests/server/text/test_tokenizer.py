@@ -4,6 +4,7 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import tokenizers
 
@@ -143,3 +144,18 @@ def test_no_control_token_of_the_real_vocabulary_comes_from_plain_text(gemma: To
     for text in ["".join(literals), " ".join(literals), *literals[:300]]:
         assert not set(gemma.encode_plain(text)) & gemma.control_token_ids
     assert gemma.encode("".join(literals[3:]))[1:] == sorted(gemma.control_token_ids)[3:]
+
+
+def test_encoding_ever_new_texts_keeps_no_memory(tokenizer: Tokenizer) -> None:
+    """The library's word cache would keep about 2 KiB of each: 8 MiB here."""
+    rng = random.Random(0)
+
+    def encode(count: int) -> None:
+        for _ in range(count):
+            tokenizer.encode("".join(rng.choices("abHelo wi.", k=60)))
+
+    process = psutil.Process()
+    encode(500)
+    before = process.memory_info().rss
+    encode(4000)
+    assert process.memory_info().rss - before < 3 << 20
