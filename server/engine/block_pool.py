@@ -108,6 +108,11 @@ class BlockPool:
         del self._by_hash[content_hash]
         self._hashes[block] = None
 
+    def check_idle(self) -> None:
+        """Assert that every block is free, blank or cached under its own hash. Takes no time, whatever the size of the pool."""
+        assert self.num_used == 0, f"{self.name} pool: blocks are held while nothing runs"
+        assert len(self._by_hash) == len(self._cached), f"{self.name} pool: a hash leads to a block that is not cached"
+
     def check_invariants(self, tables: Iterable[Sequence[int]]) -> None:
         """Assert that states partition the pool and reference counts equal the block tables' own count."""
         held = Counter(block for table in tables for block in table if block != NULL_BLOCK)

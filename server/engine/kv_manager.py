@@ -228,8 +228,8 @@ class KVCacheManager:
         """Assert that both pools are wholly free, as they must be when no request runs."""
         assert not self._in_flight, "blocks are announced while nothing runs"
         assert not self._in_flight_of
-        assert self.global_pool.num_used == 0, "global blocks are held while nothing runs"
-        assert self.local_pool.num_used == 0, "local blocks are held while nothing runs"
+        self.global_pool.check_idle()
+        self.local_pool.check_idle()
 
 
 def chain_root(cache_salt: str | None) -> bytes:
