@@ -18,7 +18,7 @@ from model.ops.cpu import CpuOps, WeightStorage
 from model.ops.reference import ReferenceOps
 
 CPU = torch.device("cpu")
-HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY, LAYERS, GLOBAL_LAYERS = 640, 2048, 4, 1, 256, 262144, 18, 3
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY, LAYERS = 640, 2048, 4, 1, 256, 262144, 18
 LINEARS = {"qkv": (1536, HIDDEN), "output": (HIDDEN, 1024), "gate_up": (2 * INTERMEDIATE, HIDDEN), "down": (HIDDEN, INTERMEDIATE)}
 BLOCK_SIZE = 16
 

@@ -7,7 +7,6 @@ Shapes that a kernel does not cover fall back to the reference.
 """
 
 import ctypes
-import logging
 from dataclasses import dataclass
 from struct import Struct
 from typing import Literal
@@ -16,11 +15,9 @@ import torch
 import torch.nn.functional as F
 
 from model.host import cpu_computes_bfloat16
-from model.ops import AttentionMetadata, Candidates, LinearRole, LinearWeight, Ops
-from model.ops.cpu_build import BuildError, load_library
+from model.ops import AttentionMetadata, Candidates, LinearRole, LinearWeight
+from model.ops.cpu_build import load_library
 from model.ops.reference import ReferenceOps
-
-logger = logging.getLogger(__name__)
 
 WeightStorage = Literal["exact", "float32", "bfloat16", "int8"]
 INT8_GROUP = 32  # inputs that share a scale, as in GGUF's Q8_0
@@ -328,16 +325,6 @@ class CpuOps(ReferenceOps):
             torch.get_num_threads(),
         )
         return result
-
-
-def create_cpu_ops(dtype: torch.dtype, weights: WeightStorage = "exact") -> Ops:
-    """The kernels where they can be had, else the reference, with one warning that says why."""
-    device = torch.device("cpu")
-    try:
-        return CpuOps(device, dtype, weights)
-    except BuildError as error:
-        logger.warning("The fast CPU kernels are not available: %s. Falling back to plain torch, which is slower.", error)
-        return ReferenceOps(device, dtype)
 
 
 def _fits_bfloat16(weight: torch.Tensor) -> bool:

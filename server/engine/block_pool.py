@@ -95,13 +95,6 @@ class BlockPool:
         """How many of these blocks count as free now (a touch would take them from the free queue)."""
         return sum(1 for block in blocks if self._ref_counts[block] == 0)
 
-    def forget_cached(self) -> None:
-        """Drop the content of every cached block; used blocks lose their hashes too, so nothing old can be found."""
-        for block in list(self._by_hash.values()):
-            self._forget_hash(block)
-        self._blank.extend(self._cached)
-        self._cached.clear()
-
     def _forget_hash(self, block: int) -> None:
         content_hash = self._hashes[block]
         assert content_hash is not None

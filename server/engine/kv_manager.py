@@ -103,7 +103,7 @@ class KVCacheManager:
         assert block is not None
         return block
 
-    def num_blocks_to_admit(self, request: Request, hit: PrefixHit, num_tokens: int) -> int:
+    def num_blocks_to_admit(self, hit: PrefixHit, num_tokens: int) -> int:
         """Free global blocks that admission takes away: new ones up to ``num_tokens``, and cached ones that the hit revives."""
         new = self.spec.blocks(num_tokens).global_blocks - len(hit.global_blocks)
         return new + self.global_pool.num_free_among(hit.global_blocks)

@@ -173,7 +173,7 @@ class Scheduler:
             request.num_computed_tokens = hit.num_tokens
             chunk = self._chunk(request, budget - used, others=request is not self.waiting[-1])
             target = hit.num_tokens + chunk if self.config.over_admission else request.num_tokens
-            if not self._fits(self.kv.num_blocks_to_admit(request, hit, target)):
+            if not self._fits(self.kv.num_blocks_to_admit(hit, target)):
                 request.num_computed_tokens = 0
                 break
             self.waiting.remove(request)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.ops import cpu, cpu_build
+from model.ops import cpu_build, select_ops
 from model.ops.reference import ReferenceOps
 from tests.model.ops_cpu.harness import needs_kernels
 
@@ -21,7 +21,7 @@ def test_no_compiler_means_the_reference_and_one_warning(
     cpu_build.load_library.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
-            ops = cpu.create_cpu_ops(torch.float32)
+            ops = select_ops(torch.device("cpu"), torch.float32)
     finally:
         cpu_build.load_library.cache_clear()
     assert type(ops) is ReferenceOps
@@ -33,7 +33,7 @@ def test_a_processor_without_avx2_means_the_reference(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cpu_build, "detect_variant", lambda: None)
     cpu_build.load_library.cache_clear()
     try:
-        assert type(cpu.create_cpu_ops(torch.bfloat16)) is ReferenceOps
+        assert type(select_ops(torch.device("cpu"), torch.bfloat16)) is ReferenceOps
     finally:
         cpu_build.load_library.cache_clear()
     assert "AVX2" in caplog.text
