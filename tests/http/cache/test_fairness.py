@@ -1,7 +1,5 @@
 """Streams, long and short prompts side by side: everyone moves."""
 
-import itertools
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -58,26 +56,23 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.002)
 
 
-def gaps(times: list[float]) -> list[float]:
-    return [after - before for before, after in itertools.pairwise(times)]
-
-
 def test_a_long_prefill_stops_neither_a_running_stream_nor_a_short_request(server: LiveServer) -> None:
     running = Stream(server, ids(10, seed=1), 4000)
     wait_until(lambda: len(running.times) > 40)
-    usual = statistics.median(gaps(running.times[10:]))
     long = Stream(server, ids(4000, seed=2), 4)
     time.sleep(0.05)
     short = Stream(server, ids(2, seed=3), 8)
-    short_first, long_first = short.wait_first(), long.wait_first()
+    long.wait_first()
+    short.wait_first()
     between = [t for t in running.times if long.sent <= t <= long.times[0]]
+    short_waited = [t for t in between if short.sent <= t <= short.times[0]]
     for stream in (running, short, long):
         stream.close()
-    assert short_first < 0.25 * long_first
+    # The steps are the clock: 4000 tokens take 16 of them, whatever else the machine does; one or two are lost at either end
+    # between what the server did and what the clients saw of it.
     assert len(between) > 10, "the running stream moves in every step of the prefill"
-    # Single steps may be held up by other programs on the machine; a prefill that blocks the stream shows in all of them.
-    assert statistics.median(gaps(between)) < 5 * usual
-    server.wait_for(lambda: is_empty(server), seconds=2)
+    assert len(short_waited) <= len(between) / 2, "the short one starts long before the prefill ends"
+    server.wait_for(lambda: is_empty(server))
 
 
 def test_a_long_request_gets_in_under_a_steady_flow_of_short_ones(server: LiveServer) -> None:

@@ -122,10 +122,10 @@ def test_a_hostile_header_is_refused_by_name_in_bounded_time_and_memory(name: st
     content, named = HOSTILE[name]
     tracemalloc.start()
     try:
-        start = time.monotonic()
+        start = time.process_time()
         with pytest.raises(CheckpointError, match=f"bad.gguf: .*{named}"):
             parse(content)
-        assert time.monotonic() - start < SECONDS
+        assert time.process_time() - start < SECONDS
         assert tracemalloc.get_traced_memory()[1] < MEMORY_BYTES
     finally:
         tracemalloc.stop()
@@ -166,14 +166,14 @@ def test_flipped_bytes_give_a_clean_error_or_a_working_checkpoint(whole_file: Pa
         original = content[position]
         content[position] ^= random_source.choice((0x01, 0x80, 0xFF))
         path.write_bytes(content)
-        start = time.monotonic()
+        start = time.process_time()
         try:
             checkpoint = open_checkpoint(str(path), cache_dir=tmp_path, progress=False)
             assert checkpoint.tokenizer_file.is_file()
             checkpoint.close()
         except ModelError as error:
             messages.append(str(error))
-        assert time.monotonic() - start < SECONDS, position
+        assert time.process_time() - start < SECONDS, position
         content[position] = original
     assert len(messages) > len(positions) // 4
     assert all("flipped.gguf" in message for message in messages)

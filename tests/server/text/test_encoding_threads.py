@@ -21,11 +21,17 @@ def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) ->
     text = "Hello all a b " * 40_000
     ticker = threading.Thread(target=tick)
     ticker.start()
-    started = time.perf_counter()
-    ids = tokenizer.encode_plain(text)
-    seconds = time.perf_counter() - started
+    while not gaps:
+        time.sleep(0.001)
+    longest = []
+    for _ in range(5):  # other programs may take the processor for a moment: one undisturbed time shows it
+        gaps.clear()
+        started = time.perf_counter()
+        ids = tokenizer.encode_plain(text)
+        longest.append(max(gaps, default=1e9) / (time.perf_counter() - started))
+        if longest[-1] < 0.5:
+            break
     done.set()
     ticker.join()
     assert len(ids) > 100_000
-    # Held throughout, the interpreter's lock would make one gap of the whole time; half of it leaves room for a busy machine.
-    assert max(gaps) < max(seconds / 2, 0.05)
+    assert longest[-1] < 0.5, "held throughout, the interpreter's lock makes one gap of the whole time"

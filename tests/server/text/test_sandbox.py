@@ -62,11 +62,11 @@ def test_hostile_expressions_fail_without_effect(expression: str, tmp_path: Path
     ],
 )
 def test_runaway_templates_are_stopped(template: str) -> None:
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(ChatTemplateError):
         render(template)
     # Twice (the template is probed when it is compiled) a few hundred thousand steps; minutes or the memory limit if unbounded.
-    assert time.monotonic() - started < 30
+    assert time.process_time() - started < 30
 
 
 @pytest.mark.parametrize(
