@@ -17,7 +17,7 @@ from model.config import Gemma3Config
 from model.errors import CheckpointError
 from model.kv_cache import KVCache, LayerCache
 from model.layers import Embedding, Head, Linear, NormScale, RotaryEmbedding, WeightSlot
-from model.ops import AttentionMetadata, Ops
+from model.ops import AttentionMetadata, LayerOperands, LinearWeight, Ops
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cos, sin float32 [n, D / 2]
 
@@ -30,6 +30,7 @@ class Attention(nn.Module):
         self.ops = ops
         self.eps = config.rms_norm_eps
         self.query_scale = config.query_pre_attn_scalar**-0.5
+        self.num_heads = config.num_attention_heads
         head_dim = config.head_dim
         query_size, kv_size = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
         self.qkv = Linear(
@@ -105,6 +106,26 @@ class DecoderLayer(nn.Module):
         branch = self.mlp(hidden)
         return self.ops.norm_add_norm(branch, residual, self.post_feedforward_norm.scale, next_norm.scale, self.eps)
 
+    def operands(self, next_norm: NormScale) -> LayerOperands:
+        """What this block multiplies by, for a backend that runs it as a whole."""
+        attention, mlp = self.attention, self.mlp
+        return LayerOperands(
+            qkv=cast(LinearWeight, attention.qkv.packed),
+            attention_output=cast(LinearWeight, attention.output.packed),
+            gate_up=cast(LinearWeight, mlp.gate_up.packed),
+            down=cast(LinearWeight, mlp.down.packed),
+            q_norm=attention.q_norm.scale,
+            k_norm=attention.k_norm.scale,
+            post_attention_norm=self.post_attention_norm.scale,
+            pre_feedforward_norm=self.pre_feedforward_norm.scale,
+            post_feedforward_norm=self.post_feedforward_norm.scale,
+            next_norm=next_norm.scale,
+            num_heads=self.attention.num_heads,
+            intermediate_size=self.mlp.down.in_features,
+            query_scale=self.attention.query_scale,
+            eps=self.eps,
+        )
+
 
 class Gemma3(nn.Module):
     """The whole network on one device. Logits cover ids below ``num_valid_tokens`` only."""
@@ -117,6 +138,7 @@ class Gemma3(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(ops, config, layer) for layer in range(config.num_hidden_layers))
         self.final_norm = NormScale(ops, "model.norm.weight", config.hidden_size)
         self.head = Head(ops, config, num_valid_tokens)
+        self.operands: list[LayerOperands] = []  # one per layer, once the weights are there
         self.local_rotary = RotaryEmbedding(config.head_dim, config.rope_local_theta, 1.0, ops.device)
         self.global_rotary = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling_factor, ops.device)
 
@@ -146,10 +168,15 @@ class Gemma3(nn.Module):
             raise CheckpointError(f"Tensor {min(slots)} is missing from the checkpoint ({len(slots)} missing in all).")
         if self.config.tie_word_embeddings:
             self.head.pack(self.embedding.weight, shared=True)
+        self.operands = [layer.operands(norm) for layer, norm in zip(self.blocks, self.next_norms(), strict=True)]
 
     @property
     def blocks(self) -> list[DecoderLayer]:
         return cast(list[DecoderLayer], list(self.layers))
+
+    def next_norms(self) -> list[NormScale]:
+        """The norm that follows each block."""
+        return [layer.input_norm for layer in self.blocks[1:]] + [self.final_norm]
 
     @property
     def weight_bytes(self) -> int:
@@ -162,12 +189,14 @@ class Gemma3(nn.Module):
         rotary = {True: self.global_rotary(batch.positions), False: self.local_rotary(batch.positions)}
         metadata = {True: batch.global_attention, False: batch.local_attention}
         layers = self.blocks
-        next_norms = [layer.input_norm for layer in layers[1:]] + [self.final_norm]
         residual = self.embedding(batch.token_ids)  # [n, h]
         hidden = self.ops.rms_norm(residual, layers[0].input_norm.scale, self.config.rms_norm_eps)
-        for layer, layer_cache, next_norm in zip(layers, cache.layers, next_norms, strict=True):
+        each_layer = zip(layers, self.operands, cache.layers, self.next_norms(), strict=True)
+        for layer, operands, kept, next_norm in each_layer:
             kind = layer.is_global
-            hidden = layer(hidden, residual, rotary[kind], layer_cache, metadata[kind], next_norm)
+            whole = self.ops.decoder_layer(operands, hidden, residual, rotary[kind], kept.keys, kept.values, metadata[kind])
+            if not whole:
+                hidden = layer(hidden, residual, rotary[kind], kept, metadata[kind], next_norm)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -46,8 +46,8 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 def resolve_quantization(quantization: str, dtype: str) -> str:
     """What a --quantization value means: "auto" is "none" where a --dtype asks for the weights as they are."""
-    if quantization not in ("auto", "none", "int8"):
-        raise ConfigError(f"--quantization {quantization} is not supported. Use int8, none or auto.")
+    if quantization not in ("auto", "none", "int8", "int4"):
+        raise ConfigError(f"--quantization {quantization} is not supported. Use int8, int4, none or auto.")
     return "none" if quantization == "auto" and dtype != "auto" else quantization
 
 
@@ -80,9 +80,9 @@ class ModelRunner:
     ) -> "ModelRunner":
         """Load the weights of a checkpoint, one tensor at a time; the cache comes later, once its size is known.
 
-        ``quantization`` is "auto", "none" or "int8". ``num_valid_tokens``: ids from here on have no token and are never sampled
-        (a head may have more rows than the tokenizer has tokens); all of the vocabulary when None. Raises
-        ConfigError for settings and CheckpointError for files.
+        ``quantization`` is "auto", "none", "int8" or "int4". ``num_valid_tokens``: ids from here on have no token and are never
+        sampled (a head may have more rows than the tokenizer has tokens); all of the vocabulary when None. Raises ConfigError for
+        settings and CheckpointError for files.
         """
         target = _resolve_device(device)
         torch_dtype = resolve_dtype(dtype, target)

@@ -87,14 +87,18 @@ def load(model: str | None, dtype: str, quantization: str) -> ModelRunner:
 
 
 @torch.inference_mode()
-def compare(reference: ModelRunner, other: ModelRunner, quality: Quality, token_ids: list[int]) -> None:
+def compare(reference: ModelRunner, others: list[tuple[Quality, ModelRunner]], token_ids: list[int]) -> None:
+    """Adds a sequence's positions to the figures of every setting."""
     table = list(range(1, len(token_ids) // reference.spec.block_size + 2))
     chunk = SequenceChunk(token_ids, 0, table, table, SamplingParams(max_tokens=0), samples=False)
-    hidden = [runner.hidden_states([chunk]) for runner in (reference, other)]
+    expected = reference.hidden_states([chunk])
+    hidden = [runner.hidden_states([chunk]) for _, runner in others]
     targets = torch.tensor(token_ids[1:])
     for first in range(0, len(targets), ROWS):
         rows = slice(first, min(first + ROWS, len(targets)))
-        quality.add(reference.model.logits(hidden[0][rows]), other.model.logits(hidden[1][rows]), targets[rows])
+        logits = reference.model.logits(expected[rows])
+        for (quality, runner), states in zip(others, hidden, strict=True):
+            quality.add(logits, runner.model.logits(states[rows]), targets[rows])
 
 
 def main() -> int:
@@ -115,16 +119,15 @@ def main() -> int:
     )
     checkpoint.close()
     reference = load(arguments.model, "float32", "none")
-    rows = []
+    others = []
     for setting in arguments.settings:
         dtype, _, quantization = setting.partition(":")
-        other = load(arguments.model, dtype, quantization or "auto")
-        quality = Quality(setting)
-        began = time.monotonic()
-        for token_ids in sequences(tokenizer, arguments.tokens):
-            compare(reference, other, quality, token_ids)
-            print(f"{setting}: {quality.num_tokens} tokens, {time.monotonic() - began:.0f} s", file=sys.stderr)
-        rows.append(quality)
+        others.append((Quality(setting), load(arguments.model, dtype, quantization or "auto")))
+    rows = [quality for quality, _ in others]
+    began = time.monotonic()
+    for token_ids in sequences(tokenizer, arguments.tokens):
+        compare(reference, others, token_ids)
+        print(f"{rows[0].num_tokens} tokens, {time.monotonic() - began:.0f} s", file=sys.stderr)
     figures = [
         {
             **asdict(quality),

@@ -85,9 +85,9 @@ class Settings:
     )
     quantization: str = _choices(
         "auto",
-        ("auto", "none", "int8"),
-        "Weights of linear layers as they are kept, whatever the checkpoint's own form. none: in --dtype; int8: 8 bits in groups "
-        "of 32, on CPUs; auto: rounded to bfloat16 on a CPU, Gemma's own precision, or in --dtype where that is given.",
+        ("auto", "none", "int8", "int4"),
+        "Weights of linear layers as they are kept, whatever the checkpoint's own form. none: in --dtype; int8, int4: 8 or 4 "
+        "bits in groups of 32, on CPUs; auto: int8 on a CPU, or in --dtype where that is given.",
     )
     device: str = _choices("auto", ("auto", "cpu", "cuda"), "Where to compute. auto: a CUDA device when there is one.")
     tensor_parallel_size: int = _setting(1, integer(1), "Devices that share one model; only 1 is supported.", "N")

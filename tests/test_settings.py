@@ -65,7 +65,7 @@ def test_wrong_sizes_are_refused(text: object) -> None:
         ([], {"GEMSERVE_PREFIX_CACHING": "maybe"}, "GEMSERVE_PREFIX_CACHING: expected true or false"),
         ([], {"GEMSERVE_API_KEY": " , "}, "GEMSERVE_API_KEY: expected texts separated by commas"),
         (["--dtype", "float16"], {}, "--dtype: 'float16' is not supported: Gemma 3 overflows"),
-        (["--quantization", "int3"], {}, "--quantization: expected one of auto, none, int8"),
+        (["--quantization", "int3"], {}, "--quantization: expected one of auto, none, int8, int4"),
         (["--device", "tpu"], {}, "--device: expected one of auto, cpu, cuda"),
         (["--tensor-parallel-size", "2"], {}, "--tensor-parallel-size: only 1 is supported"),
         (

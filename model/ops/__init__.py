@@ -53,6 +53,27 @@ class AttentionMetadata:
     scratch: dict[str, Any] = field(default_factory=dict)  # a backend's own per-step plans, made in the first layer of the group
 
 
+@dataclass(slots=True, eq=False)
+class LayerOperands:
+    """All that one decoder block multiplies and scales by. Scales are float32, Gemma's (1 + weight)."""
+
+    qkv: LinearWeight
+    attention_output: LinearWeight
+    gate_up: LinearWeight
+    down: LinearWeight
+    q_norm: torch.Tensor  # [D], as k_norm
+    k_norm: torch.Tensor
+    post_attention_norm: torch.Tensor  # [h], as the following
+    pre_feedforward_norm: torch.Tensor
+    post_feedforward_norm: torch.Tensor
+    next_norm: torch.Tensor  # of the next block's input, or the final one
+    num_heads: int
+    intermediate_size: int
+    query_scale: float
+    eps: float
+    scratch: dict[str, Any] = field(default_factory=dict)  # a backend's own form of all this
+
+
 class Candidates(NamedTuple):
     """The likeliest tokens of each row, likeliest first; equal values in ascending order of id."""
 
@@ -77,7 +98,7 @@ class Ops(ABC):
 
     @property
     def quantization(self) -> str:
-        """How linear weights are kept: "none" or "int8"."""
+        """How linear weights are kept: "none", "int8" or "int4"."""
         return "none"
 
     # -- linear layers ---------------------------------------------------------------------------------------------------------
@@ -157,6 +178,23 @@ class Ops(ABC):
         wholly outside the window may be gone (block table entry 0) and must not be read.
         """
 
+    def decoder_layer(
+        self,
+        layer: LayerOperands,
+        hidden: torch.Tensor,
+        residual: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> bool:
+        """One whole block at once, where a backend can: the same as the single operations, bit for bit.
+
+        ``hidden`` [n, h], the normed stream, and ``residual`` [n, h] are updated in place; ``rotary`` is (cos, sin), the rest as
+        in ``paged_attention``. False: the backend has no such form for this batch, and nothing was done.
+        """
+        return False
+
     # -- sampling --------------------------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -184,15 +222,12 @@ class Ops(ABC):
         """
 
 
-_CPU_STORAGE: dict[str, Literal["exact", "bfloat16", "int8"]] = {"none": "exact", "auto": "bfloat16", "int8": "int8"}
-
-
 def select_ops(device: torch.device, dtype: torch.dtype, quantization: str = "none") -> Ops:
     """The best backend for a device and compute dtype that works on this machine.
 
-    ``quantization``: "none" keeps weights as they are; "int8" rounds those of linear layers to 8 bits; "auto" rounds them to
-    bfloat16, Gemma's own precision, where a backend computes in float32 from that. Raises ConfigError when no backend does
-    what was asked.
+    ``quantization``: "none" keeps weights as they are; "int8" and "int4" round those of linear layers to 8 or 4 bits; "auto" is
+    int8 where a backend has fast kernels for it, whose loss is too small to matter (docs/performance.md), and there keeps a copy
+    in bfloat16 for processors that multiply large batches in it faster. Raises ConfigError when no backend does what was asked.
     """
     from model.ops.reference import ReferenceOps
 
@@ -201,9 +236,17 @@ def select_ops(device: torch.device, dtype: torch.dtype, quantization: str = "no
         from model.ops.cpu_build import BuildError
 
         try:
-            return CpuOps(device, dtype, weights=_CPU_STORAGE[quantization])
+            match quantization:
+                case "none":
+                    return CpuOps(device, dtype)
+                case "auto":
+                    return CpuOps(device, dtype, "int8")
+                case "int8" | "int4":
+                    return CpuOps(device, dtype, quantization, use_matrix_hardware=False)
         except BuildError as error:
             logger.warning("The fast CPU kernels are not used: %s. Everything works, several times slower.", error)
-    if quantization == "int8":
-        raise ConfigError("--quantization int8 needs the compiled CPU kernels, which are not to be had here. Use none or auto.")
+    if quantization in ("int8", "int4"):
+        raise ConfigError(
+            f"--quantization {quantization} needs the compiled CPU kernels, which are not to be had here. Use none or auto."
+        )
     return ReferenceOps(device, dtype)

@@ -14,7 +14,8 @@ from typing import cast
 import torch
 
 from model.ops import AttentionMetadata, LinearWeight, Ops
-from model.ops.cpu import CpuOps, WeightStorage
+from model.ops.cpu import CpuOps
+from model.ops.cpu_weights import WeightStorage
 from model.ops.reference import ReferenceOps
 
 CPU = torch.device("cpu")
@@ -34,6 +35,21 @@ def seconds(function: Callable[[], object], budget: float) -> float:
     return min(times)
 
 
+def measure_bandwidth(budget: float = 1.0) -> float:
+    """Bytes per second of a plain read of memory far larger than the caches."""
+    ops = CpuOps(CPU, torch.float32)
+    memory = torch.ones(64 << 20)
+    return memory.nbytes / seconds(lambda: ops.all_finite(memory.view(64, -1)), budget)
+
+
+def measure_flops(budget: float = 0.5) -> float:
+    """Float32 operations per second of a product whose weight and inputs stay in cache."""
+    ops = CpuOps(CPU, torch.float32, "float32")
+    packed = ops.pack_linear(torch.randn(512, 256), "down")
+    x = torch.randn(48, 256)
+    return 2 * 48 * 512 * 256 / seconds(lambda: ops.linear(x, packed), budget)
+
+
 def _in_turn(ops: Ops, x: torch.Tensor, weights: list[LinearWeight], role: str) -> Callable[[], object]:
     """A function that multiplies by another weight each time."""
     turn = cycle(weights)
@@ -49,22 +65,11 @@ class Bench:
         self.ops: dict[WeightStorage, CpuOps] = {storage: CpuOps(CPU, dtype, storage) for storage in storages}
         self.any_ops = next(iter(self.ops.values()))
         self.reference = ReferenceOps(CPU, dtype)
-        self.bandwidth = self.measure_bandwidth()
-        self.flops = self.measure_flops()
+        self.bandwidth = measure_bandwidth(budget * 2)
+        self.flops = measure_flops(budget)
         print(f"{self.any_ops.name}, {dtype}, {torch.get_num_threads()} threads")
         print(f"read bandwidth {self.bandwidth / 1e9:.1f} GB/s, float32 {self.flops / 1e9:.1f} GFLOP/s")
         print(f"{'operation':<42}{'ms':>9}{'floor':>9}{'of floor':>9}{'reference':>11}", flush=True)
-
-    def measure_bandwidth(self) -> float:
-        memory = torch.ones(64 << 20)
-        return memory.nbytes / seconds(lambda: self.any_ops.all_finite(memory.view(64, -1)), self.budget * 2)
-
-    def measure_flops(self) -> float:
-        """A product whose weight and inputs stay in cache."""
-        packed = CpuOps(CPU, torch.float32, "float32").pack_linear(torch.randn(512, 256), "down")
-        x = torch.randn(48, 256)
-        ops = CpuOps(CPU, torch.float32, "float32")
-        return 2 * 48 * 512 * 256 / seconds(lambda: ops.linear(x, packed), self.budget)
 
     def report(
         self,
@@ -180,7 +185,7 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--weights", nargs="+", default=["float32", "bfloat16", "int8"])
+    parser.add_argument("--weights", nargs="+", default=["float32", "bfloat16", "int8", "int4"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 256])
     parser.add_argument("--only", nargs="+", default=["linear", "elementwise", "attention", "sampling"])
     parser.add_argument("--budget", type=float, default=0.5, help="seconds per operation")

@@ -6,57 +6,23 @@ batches of MATRIX_ROWS rows and more through torch's own product, which is sever
 Shapes that a kernel does not cover fall back to the reference.
 """
 
-import ctypes
-from dataclasses import dataclass
 from struct import Struct
-from typing import Literal
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 
 from model.host import cpu_computes_bfloat16
-from model.ops import AttentionMetadata, Candidates, LinearRole, LinearWeight
+from model.ops import AttentionMetadata, Candidates, LayerOperands, LinearRole, LinearWeight
 from model.ops.cpu_build import load_library
+from model.ops.cpu_weights import PackedWeight, WeightStorage, choose_storage, pack_weight
 from model.ops.reference import ReferenceOps
 
-WeightStorage = Literal["exact", "float32", "bfloat16", "int8"]
-INT8_GROUP = 32  # inputs that share a scale, as in GGUF's Q8_0
 MATRIX_ROWS = 8  # fewer rows are bound by reading the weight, which the kernels do as fast as memory allows
-_KINDS = {"float32": 0, "bfloat16": 1, "int8": 2}
-_BYTES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 _ATTENTION = Struct("7q 6q 4q 3q d")  # AttentionArguments in cpp/attention.h
-_ROPE = Struct("9q 5q 4q 2q d")  # RopeArguments in cpp/elementwise.cpp
-
-
-class _Descriptor(ctypes.Structure):
-    """PackedWeight in cpp/linear.h."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("n", ctypes.c_int64),
-        ("k", ctypes.c_int64),
-        ("group", ctypes.c_int64),
-        ("kind", ctypes.c_int32),
-    )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedWeight:
-    """A weight in the kernels' own layout."""
-
-    out_features: int
-    in_features: int
-    storage: str  # "float32", "bfloat16" or "int8"
-    data: torch.Tensor
-    scales: torch.Tensor | None
-    descriptor: _Descriptor
-    address: int  # of the descriptor
-    plain: torch.Tensor | None = None  # as it came, for batches that torch multiplies
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.data, self.scales, self.plain) if tensor is not None)
+_ROPE = Struct("9q 5q 4q 2q d")  # RopeArguments in cpp/kernels.h
+_LAYER = Struct("4q 2q 4q 2q 4q 7q q 2d")  # LayerArguments in cpp/layer.cpp
+_STEP = Struct("4q 2q q 3q 4q")  # StepArguments in cpp/layer.cpp
 
 
 class CpuOps(ReferenceOps):
@@ -70,11 +36,11 @@ class CpuOps(ReferenceOps):
         *,
         use_matrix_hardware: bool | None = None,
     ) -> None:
-        """``weights``: how linear weights are stored. "exact" keeps them as they are, in bfloat16 where that loses nothing (half
-        the bytes to read), else in float32; the others round: to bfloat16, or to int8 in groups of 32 inputs.
+        """``weights``: how linear weights are stored (``WeightStorage`` in model/ops/cpu_weights.py).
 
-        ``use_matrix_hardware``: leave large bfloat16 batches to torch; None: where the processor multiplies them in hardware. The
-        head stays with the kernels, because its results must not be rounded to bfloat16.
+        ``use_matrix_hardware``: leave large bfloat16 batches to torch, which needs the weights as they came, beside the packed
+        ones; None: where the processor multiplies them in hardware. The head stays with the kernels, because its results must
+        not be rounded to bfloat16.
         """
         super().__init__(device, dtype)
         self.weights = weights
@@ -83,7 +49,7 @@ class CpuOps(ReferenceOps):
         self._is_bfloat16 = int(dtype == torch.bfloat16)
         if use_matrix_hardware is None:
             use_matrix_hardware = cpu_computes_bfloat16()
-        self._leaves_batches_to_torch = use_matrix_hardware and dtype == torch.bfloat16 and weights in ("exact", "bfloat16")
+        self._leaves_batches_to_torch = use_matrix_hardware and dtype == torch.bfloat16
 
     @property
     def name(self) -> str:
@@ -91,38 +57,14 @@ class CpuOps(ReferenceOps):
 
     @property
     def quantization(self) -> str:
-        return "int8" if self.weights == "int8" else "none"
+        return self.weights if self.weights in ("int8", "int4") else "none"
 
     # -- linear layers ---------------------------------------------------------------------------------------------------------
 
     def pack_linear(self, weight: torch.Tensor, role: LinearRole, *, shared: bool = False) -> LinearWeight:
-        out_features, in_features = weight.shape
-        storage = self._storage(weight)
-        num_elements = self._library.packed_elements(out_features, in_features)
-        data = torch.empty(num_elements, dtype=_BYTES[storage])
-        self._library.advise_huge_pages(data.data_ptr(), data.nbytes)
-        scales = torch.empty(num_elements // INT8_GROUP, dtype=torch.float16) if storage == "int8" else None
-        descriptor = _Descriptor(
-            data.data_ptr(),
-            scales.data_ptr() if scales is not None else None,
-            out_features,
-            in_features,
-            INT8_GROUP,
-            _KINDS[storage],
-        )
-        address = ctypes.addressof(descriptor)
-        source = weight.contiguous()
-        assert source.dtype == self.dtype
-        self._library.pack_linear(address, source.data_ptr(), self._is_bfloat16, torch.get_num_threads())
-        plain = source if self._leaves_batches_to_torch and role != "head" else None
-        return PackedWeight(out_features, in_features, storage, data, scales, descriptor, address, plain)
-
-    def _storage(self, weight: torch.Tensor) -> str:
-        if self.weights == "int8" and weight.shape[1] % INT8_GROUP == 0:
-            return "int8"
-        if self.weights in ("float32", "bfloat16"):
-            return self.weights
-        return "bfloat16" if weight.dtype == torch.bfloat16 or _fits_bfloat16(weight) else "float32"
+        assert weight.dtype == self.dtype
+        keep_plain = self._leaves_batches_to_torch and role != "head"
+        return pack_weight(self._library, weight, choose_storage(weight, self.weights, role), keep_plain=keep_plain)
 
     def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         assert isinstance(weight, PackedWeight)
@@ -277,6 +219,82 @@ class CpuOps(ReferenceOps):
         self._library.paged_attention(arguments)
         return output
 
+    def decoder_layer(
+        self,
+        layer: LayerOperands,
+        hidden: torch.Tensor,
+        residual: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> bool:
+        weights = (layer.qkv, layer.attention_output, layer.gate_up, layer.down)
+        num_tokens, head_dim = hidden.shape[0], k_cache.shape[3]
+        for_torch = num_tokens >= MATRIX_ROWS and any(cast(PackedWeight, weight).plain is not None for weight in weights)
+        if for_torch or head_dim % (2 * self._width):
+            return False
+        arguments = layer.scratch.get("arguments")
+        if arguments is None or layer.scratch["cache"] is not k_cache:
+            arguments = layer.scratch["arguments"] = self._layer_arguments(layer, hidden.shape[1], k_cache, v_cache, metadata)
+            layer.scratch["cache"] = k_cache
+        step = metadata.scratch.get("step")
+        if step is None or metadata.scratch["hidden"] is not hidden:
+            step = metadata.scratch["step"] = self._step_arguments(layer, hidden, residual, rotary, head_dim, metadata)
+            metadata.scratch["hidden"] = hidden
+        self._library.decoder_layer(arguments, step)
+        return True
+
+    def _layer_arguments(
+        self, layer: LayerOperands, hidden_size: int, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata
+    ) -> bytes:
+        weights = (layer.qkv, layer.attention_output, layer.gate_up, layer.down)
+        norms = (layer.q_norm, layer.k_norm, layer.post_attention_norm, layer.pre_feedforward_norm, layer.post_feedforward_norm)
+        return _LAYER.pack(
+            *(cast(PackedWeight, weight).address for weight in weights),
+            *(norm.data_ptr() for norm in (*norms, layer.next_norm)),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            *_strides(k_cache),
+            *_strides(v_cache),
+            hidden_size,
+            layer.intermediate_size,
+            layer.num_heads,
+            *k_cache.shape[2:],
+            metadata.block_size,
+            metadata.window or 0,
+            self._is_bfloat16,
+            layer.eps,
+            layer.query_scale,
+        )
+
+    def _step_arguments(
+        self,
+        layer: LayerOperands,
+        hidden: torch.Tensor,
+        residual: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        head_dim: int,
+        metadata: AttentionMetadata,
+    ) -> bytes:
+        assert hidden.is_contiguous()
+        assert residual.is_contiguous()
+        num_tokens, hidden_size = hidden.shape
+        query_size, size = layer.num_heads * head_dim, layer.intermediate_size
+        qkv_size = cast(PackedWeight, layer.qkv).out_features
+        first = torch.empty(num_tokens, max(qkv_size, query_size, 2 * size, hidden_size), dtype=hidden.dtype)
+        second = torch.empty(num_tokens, max(query_size, size, hidden_size), dtype=hidden.dtype)
+        cos, sin = rotary[0].contiguous(), rotary[1].contiguous()
+        metadata.scratch["kept"] = (first, second, cos, sin, residual)  # for as long as their addresses are used
+        tensors = (hidden, residual, first, second, cos, sin, metadata.slot_mapping, metadata.block_table)
+        return _STEP.pack(
+            *(tensor.data_ptr() for tensor in (*tensors, metadata.query_start, metadata.context_lens_tensor)),
+            num_tokens,
+            len(metadata.query_lens),
+            metadata.block_table.stride(0),
+            torch.get_num_threads(),
+        )
+
     # -- sampling --------------------------------------------------------------------------------------------------------------
 
     def all_finite(self, logits: torch.Tensor) -> torch.Tensor:
@@ -325,12 +343,6 @@ class CpuOps(ReferenceOps):
             torch.get_num_threads(),
         )
         return result
-
-
-def _fits_bfloat16(weight: torch.Tensor) -> bool:
-    """Whether rounding to bfloat16 changes nothing; looked at in slices, most weights that do not fit show it in the first."""
-    rows = max(1, (1 << 20) // weight.shape[1])
-    return all(bool((piece == piece.bfloat16()).all()) for piece in torch.split(weight, rows))
 
 
 def _strides(cache: torch.Tensor) -> tuple[int, int]:

@@ -167,6 +167,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "geglu": (pointer, pointer, long, long, int_, int_),
         "qk_norm_rope_cache_write": (arguments,),
         "paged_attention": (arguments,),
+        "decoder_layer": (arguments, arguments),
         "all_finite": (pointer, long, long, pointer, int_),
         "argmax": (pointer, long, long, pointer, int_),
         "top_candidates": (pointer, long, long, long, pointer, pointer, pointer, pointer, int_),

@@ -4,7 +4,7 @@
 // Within a split every score is one chain over the head, every weighted sum one chain over the keys, and a key that a row does not
 // see has weight 0, which leaves a chain as it is. So a row's result is the same bits whichever rows share its item, whether one
 // item covers all splits or each its own, and on any number of threads. Only slots that some row of the item sees are read.
-#include "attention.h"
+#include "kernels.h"
 
 #include <vector>
 

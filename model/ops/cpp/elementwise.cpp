@@ -2,8 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "parallel.h"
-#include "simd.h"
+#include "kernels.h"
 
 namespace gemserve {
 namespace {
@@ -81,23 +80,6 @@ void geglu_rows(const T* gate_up, T* out, int64_t n, int64_t size, int threads) 
 }
 
 }  // namespace
-
-// Laid out as the caller packs it (model/ops/cpu.py): 64-bit fields only.
-struct RopeArguments {
-  const void* qkv;  // [n, num_heads + 2 kv_heads, head_dim]
-  const float* q_scale;
-  const float* k_scale;
-  const float* cos;  // [n, head_dim / 2]
-  const float* sin;
-  void* query;       // [n, num_heads, head_dim]
-  void* k_cache;
-  void* v_cache;
-  const int64_t* slots;  // [n]
-  int64_t n, num_heads, kv_heads, head_dim, block_size;
-  int64_t k_block_stride, k_slot_stride, v_block_stride, v_slot_stride;  // in elements
-  int64_t is_bf16, threads;
-  double eps;
-};
 
 namespace {
 

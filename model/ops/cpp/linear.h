@@ -10,15 +10,15 @@
 
 namespace gemserve {
 
-enum Kind : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
+enum Kind : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3 };
 
 // A weight [n, k], kept in panels of NR output features: panel p holds [k][NR] values, zeros beyond n. bfloat16 panels interleave
-// feature j and feature j + W in one 32-bit lane, so that a shift and a mask widen them. The int8 form is described in int8.cpp.
+// feature j and feature j + W in one 32-bit lane, so that a shift and a mask widen them. quantized.cpp describes the other forms.
 struct PackedWeight {
   void* data;
-  void* scales;  // int8 only: float16
+  void* scales;  // int8 and int4 only: float16
   int64_t n, k;
-  int64_t group;  // int8 only: consecutive inputs that share a scale
+  int64_t group;  // int8 and int4 only: consecutive inputs that share a scale
   int32_t kind;
 };
 
@@ -74,7 +74,7 @@ inline void write_rows(const float* sums, int64_t stride, int64_t rows, int64_t 
   }
 }
 
-void linear_int8(const PackedWeight& weight, const void* x, bool x_bf16, int64_t m, void* out, bool out_bf16, int threads);
-void pack_int8(const PackedWeight& weight, const void* source, bool source_bf16, int threads);
+void linear_quantized(const PackedWeight& weight, const void* x, bool x_bf16, int64_t m, void* out, bool out_bf16, int threads);
+void pack_quantized(const PackedWeight& weight, const void* source, bool source_bf16, int threads);
 
 }  // namespace gemserve

@@ -69,6 +69,12 @@ INLINE __m256 low_half(vf v) { return _mm512_castps512_ps256(v); }
 INLINE __m256 high_half(vf v) { return _mm512_extractf32x8_ps(v, 1); }
 INLINE __m256 half_sum(vf v) { return _mm256_add_ps(low_half(v), high_half(v)); }
 INLINE __m256 half_max(vf v) { return _mm256_max_ps(low_half(v), high_half(v)); }
+INLINE void load_int4_as_int16(const int8_t* p, vi& low, vi& high) {  // halves of bytes, 8 added
+  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), mask = _mm256_set1_epi8(15);
+  const vi eight = _mm512_set1_epi16(8);
+  low = _mm512_sub_epi16(_mm512_cvtepu8_epi16(_mm256_and_si256(bytes, mask)), eight);
+  high = _mm512_sub_epi16(_mm512_cvtepu8_epi16(_mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask)), eight);
+}
 INLINE vi load_int8_as_int16(const int8_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 INLINE vi pair_dot(vi sum, vi a, vi b) {  // each lane: sum + a.low * b.low + a.high * b.high, int16 factors
 #if defined(__AVX512VNNI__)
@@ -125,6 +131,11 @@ INLINE uint32_t equal_mask(vf a, vf b) { return _mm256_movemask_ps(_mm256_cmp_ps
 INLINE vf zero_where_less(vf value, vf a, vf b) { return _mm256_and_ps(value, _mm256_cmp_ps(a, b, _CMP_NLT_UQ)); }
 INLINE __m256 half_sum(vf v) { return v; }
 INLINE __m256 half_max(vf v) { return v; }
+INLINE void load_int4_as_int16(const int8_t* p, vi& low, vi& high) {  // halves of bytes, 8 added
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), mask = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
+  low = _mm256_cvtepi8_epi16(_mm_sub_epi8(_mm_and_si128(bytes, mask), eight));
+  high = _mm256_cvtepi8_epi16(_mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(bytes, 4), mask), eight));
+}
 INLINE vi load_int8_as_int16(const int8_t* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 INLINE vi pair_dot(vi sum, vi a, vi b) {  // each lane: sum + a.low * b.low + a.high * b.high, int16 factors
   return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));

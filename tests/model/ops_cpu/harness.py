@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from model.ops import AttentionMetadata
-from model.ops.cpu import CpuOps, WeightStorage
+from model.ops.cpu import CpuOps
 from model.ops.cpu_build import detect_variant
+from model.ops.cpu_weights import WeightStorage
 from model.ops.reference import ReferenceOps
 
 CPU = torch.device("cpu")

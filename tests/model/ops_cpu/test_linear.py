@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from model.ops.cpu import INT8_GROUP, MATRIX_ROWS, CpuOps, WeightStorage
+from model.ops.cpu import MATRIX_ROWS, CpuOps
+from model.ops.cpu_weights import GROUP, WeightStorage
 from tests.model.ops_cpu.harness import CPU, DTYPES, ROUNDING, cpu_ops, needs_kernels
 
 pytestmark = needs_kernels
@@ -71,7 +72,7 @@ def test_int8_is_within_half_a_step_of_every_weight(shape: tuple[int, int], dtyp
         packed = ops.pack_linear(weight, "down")
         # A weight is off by half a step of its group (largest / 127, whose float16 is off by 2^-11), an input by 2^-16 of its
         # row's largest.
-        groups = weight.float().view(shape[0], -1, INT8_GROUP)
+        groups = weight.float().view(shape[0], -1, GROUP)
         steps = (groups.abs().amax(-1, keepdim=True) / 127).expand_as(groups).reshape(shape).double()
         bound = x.double().abs() @ (steps * 0.5 + weight.double().abs() * 2.0**-10).T
         bound += x.double().abs().amax(-1, keepdim=True) * 2.0**-15 * weight.double().abs().sum(-1)
@@ -83,7 +84,7 @@ def test_int8_is_within_half_a_step_of_every_weight(shape: tuple[int, int], dtyp
 def test_int8_keeps_a_q8_0_weight_exactly() -> None:
     """Weights that already are float16 scale times int8 in groups of 32 are stored without loss."""
     generator = torch.Generator().manual_seed(3)
-    levels = torch.randint(-127, 128, (40, 4, INT8_GROUP), generator=generator)
+    levels = torch.randint(-127, 128, (40, 4, GROUP), generator=generator)
     levels[:, :, 5] = 127  # quantisers put the largest of a group at the end of the range
     scales = (torch.rand(40, 4, 1, generator=generator) * 0.01 + 1e-4).half().float()
     weight = (levels * scales).view(40, -1)
@@ -94,8 +95,27 @@ def test_int8_keeps_a_q8_0_weight_exactly() -> None:
     torch.testing.assert_close(result, weight.T, rtol=2.0**-22, atol=0)  # three roundings in float32
 
 
+def test_int4_rounds_no_group_worse_than_the_plain_rule_and_what_fits_exactly() -> None:
+    """The plain rule is Q4_0's: the largest of a group stands at -8."""
+    ops = cpu_ops(torch.float32, "int4")
+    _, weight = random_case(1, 45, 128, torch.float32)
+    weight[3, 32:64] = 0
+    fitting = torch.randint(-8, 8, (45, 4, GROUP), generator=torch.Generator().manual_seed(5)).float()
+    fitting[:, :, 7] = -8
+    weight[20:] = (fitting * 2.0**-6).view(45, -1)[20:]
+    packed = ops.pack_linear(weight, "down")
+    assert packed.nbytes == 48 * 128 // 2 + 48 * 4 * 2  # panels of 16 features; half a byte a weight and a float16 a group
+    errors = (ops.linear(torch.eye(128), packed).T - weight).view(45, 4, GROUP)
+    assert errors[20:].abs().max() < 1e-6
+    groups = weight.view(45, 4, GROUP)
+    step = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).half().float() / -8
+    rounded = torch.where(step == 0, 0.0, (groups / step).round().clamp(-8, 7) * step)
+    assert (errors.square().sum(-1) <= (rounded - groups).square().sum(-1) * 1.01 + 1e-9).all()
+    assert ops.pack_linear(weight, "head").storage == "int8"  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("shape", [(129, 640), (65, 1056)])
 def test_a_row_is_the_same_bits_in_every_batch(weights: WeightStorage, shape: tuple[int, int], dtype: torch.dtype) -> None:
     ops = cpu_ops(dtype, weights)
@@ -107,7 +127,7 @@ def test_a_row_is_the_same_bits_in_every_batch(weights: WeightStorage, shape: tu
         assert torch.equal(ops.linear(x[-rows:], packed), alone[-rows:])
 
 
-@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8", "int4"])
 def test_the_number_of_threads_changes_no_bit(weights: WeightStorage) -> None:
     ops = cpu_ops(torch.float32, weights)
     x, weight = random_case(37, 300, 640, torch.float32)
@@ -123,7 +143,7 @@ def test_the_number_of_threads_changes_no_bit(weights: WeightStorage) -> None:
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_a_row_that_is_not_finite_shows_and_stays_alone(weights: WeightStorage, poison: float) -> None:
     ops = cpu_ops(torch.float32, weights)

@@ -1,0 +1,202 @@
+"""Profiles whole steps of a loaded model on a CPU, part by part: ``python -m model.bench_step``.
+
+For every number of sequences and context length: the time of a decode step as it runs, then with its operations called one by one
+and timed, and the floor of each part, which is the larger of its bytes over the read bandwidth and its arithmetic over the peak,
+both measured in the same run. Local and global attention are listed apart, per layer, so that it shows which of them grows with
+the context. Keys and values are zeros: their content does not matter to the time. Times are medians, in milliseconds.
+"""
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from model.checkpoint import open_checkpoint
+from model.config import Gemma3Config
+from model.kv_cache_spec import ceil_div
+from model.layers import Linear
+from model.ops import AttentionMetadata
+from model.ops.bench_cpu import measure_bandwidth, measure_flops
+from model.runner import ModelRunner
+from model.sampling_params import SamplingParams
+from model.sequence_chunk import SequenceChunk
+
+GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
+DRAWN = SamplingParams(max_tokens=1 << 20, temperature=1.0, top_p=0.95)
+ELEMENTWISE = ("rms_norm", "norm_add_norm", "geglu", "qk_norm_rope_cache_write")
+SAMPLING = ("all_finite", "argmax", "top_candidates", "draw")
+
+
+class PartTimes:
+    """Wraps the operations of a runner's backend, and sums the time that each takes in a step."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.steps: list[dict[str, float]] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        ops: Any = self.runner.ops
+        roles = {id(module.packed): module.role for module in self.runner.model.modules() if isinstance(module, Linear)}
+
+        def linear(_x: torch.Tensor, weight: object) -> str:
+            return f"linear {roles[id(weight)]}"
+
+        def attention(_query: torch.Tensor, _k: torch.Tensor, _v: torch.Tensor, metadata: AttentionMetadata, *_: object) -> str:
+            return "attention, global" if metadata.window is None else "attention, local"
+
+        names: dict[str, Callable[..., str]] = {"linear": linear, "logits": linear, "paged_attention": attention}
+        ops.decoder_layer = lambda *_: False
+        names |= {name: lambda *_, name=name: name for name in (*ELEMENTWISE, *SAMPLING)}
+        for name, part in names.items():
+            setattr(ops, name, self._timed(getattr(ops, name), part))
+        try:
+            yield
+        finally:
+            for name in (*names, "decoder_layer"):
+                delattr(ops, name)
+
+    def _timed(self, function: Callable[..., Any], part: Callable[..., str]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*arguments)
+            self.seconds[part(*arguments)] += time.perf_counter() - start
+            return result
+
+        return timed
+
+    def run(self, chunks: list[SequenceChunk]) -> None:
+        """One step, recorded."""
+        self.seconds.clear()
+        start = time.perf_counter()
+        self.runner.run(chunks)
+        whole = time.perf_counter() - start
+        self.steps.append({**self.seconds, "everything else": whole - sum(self.seconds.values()), "step": whole})
+
+    def medians(self) -> dict[str, float]:
+        return {part: statistics.median(step[part] for step in self.steps) for part in self.steps[0]}
+
+
+def decode_chunks(runner: ModelRunner, num_seqs: int, context: int, sampling: SamplingParams) -> list[SequenceChunk]:
+    """One new token for each sequence, whose context then counts ``context`` tokens."""
+    spec = runner.spec
+    start = context - 1
+    total, local = ceil_div(context, spec.block_size), spec.blocks(start, 1).local_blocks
+    chunks = []
+    for index in range(num_seqs):
+        global_table = list(range(1 + index * total, 1 + (index + 1) * total))
+        local_table = [0] * (total - local) + list(range(1 + index * local, 1 + (index + 1) * local))
+        chunks.append(SequenceChunk([1000 + index], start, global_table, local_table, sampling, samples=True))
+    return chunks
+
+
+class Floors:
+    """What each part of a step takes at least."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.bandwidth = measure_bandwidth()
+        self.flops = measure_flops()
+
+    def of(self, num_seqs: int, context: int) -> dict[str, tuple[float, float]]:
+        """part -> (bytes read, seconds)."""
+        config: Gemma3Config = self.runner.config
+        read: dict[str, float] = defaultdict(float)
+        operations: dict[str, float] = defaultdict(float)
+        for module in self.runner.model.modules():
+            if isinstance(module, Linear) and module.packed is not None:
+                part = f"linear {module.role}"
+                read[part] += module.packed.nbytes
+                operations[part] += 2.0 * num_seqs * module.in_features * module.out_features
+        heads_by_dim = config.num_attention_heads * config.head_dim
+        for part, layers, length in (
+            ("attention, global", config.num_global_layers, context),
+            ("attention, local", config.num_local_layers, min(context, config.sliding_window)),
+        ):
+            read[part] = float(num_seqs * layers * length * self.runner.spec.bytes_per_token_per_layer)
+            operations[part] = 4.0 * num_seqs * layers * length * heads_by_dim
+        return {part: (read[part], max(read[part] / self.bandwidth, operations[part] / self.flops)) for part in read}
+
+
+def report(runner: ModelRunner, floors: Floors, num_seqs: int, context: int, sampling: SamplingParams, budget: float) -> None:
+    spec = runner.spec
+    chunks = decode_chunks(runner, num_seqs, context, sampling)
+    blocks = max(chunks[-1].global_block_table[-1], chunks[-1].local_block_table[-1])
+    local_blocks = num_seqs * (spec.sliding_window // spec.block_size + 2) + 8
+    plan = spec.plan(
+        (blocks + 2) * spec.global_block_bytes + local_blocks * spec.local_block_bytes,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=spec.block_size,
+        max_model_len=context,
+        prefix_caching=False,
+    )
+    runner.allocate_cache(plan)
+    step = _median_seconds(lambda: runner.run(chunks), budget)
+    times = PartTimes(runner)
+    with times.recording():
+        _median_seconds(lambda: times.run(chunks), budget)
+    runner.cache = None
+    medians = times.medians()
+    floor = floors.of(num_seqs, context)
+    apart, read = medians.pop("step"), sum(num_bytes for num_bytes, _ in floor.values())
+    kind = "greedy" if sampling.greedy else f"temperature {sampling.temperature}, top_p {sampling.top_p}"
+    print(f"\n{num_seqs} sequences, {context} tokens of context each, {kind}")
+    print(f"{'part':<28}{'ms':>9}{'share':>8}{'floor':>9}{'of floor':>10}")
+    for part, seconds in medians.items():
+        limit = floor[part][1] if part in floor else 0.0
+        against = f"{limit * 1e3:>9.2f}{limit / seconds:>10.0%}" if limit else ""
+        print(f"{part:<28}{seconds * 1e3:>9.2f}{seconds / apart:>8.0%}{against}")
+    for part, layers in (
+        ("attention, local", runner.config.num_local_layers),
+        ("attention, global", runner.config.num_global_layers),
+    ):
+        if part in medians:
+            print(f"  one layer of {part:<15}{medians[part] / layers * 1e3:>9.3f}")
+    limit = sum(seconds for _, seconds in floor.values())
+    print(f"{'in parts':<28}{apart * 1e3:>9.2f}")
+    print(f"{'step':<28}{step * 1e3:>9.2f}{'':>8}{limit * 1e3:>9.2f}{limit / step:>10.0%}  {read / 1e6:.0f} MB read", flush=True)
+
+
+def _median_seconds(function: Callable[[], object], budget: float) -> float:
+    function()
+    taken: list[float] = []
+    end = time.perf_counter() + budget
+    while len(taken) < 5 or time.perf_counter() < end:
+        start = time.perf_counter()
+        function()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=None, help="folder, .gguf file or hub id; the embedded 270M when left out")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[256])
+    parser.add_argument("--sampled", action="store_true", help="temperature 1 and top_p 0.95 instead of greedy")
+    parser.add_argument("--budget", type=float, default=3.0, help="seconds per table")
+    arguments = parser.parse_args()
+    runner = ModelRunner.load(
+        open_checkpoint(arguments.model), dtype=arguments.dtype, quantization=arguments.quantization, device="cpu", progress=False
+    )
+    with torch.inference_mode():
+        floors = Floors(runner)
+        print(
+            f"{runner.ops.name}, {runner.dtype}, {torch.get_num_threads()} threads, {runner.weight_bytes / 1e6:.0f} MB of weights"
+        )
+        print(f"read bandwidth {floors.bandwidth / 1e9:.1f} GB/s, float32 {floors.flops / 1e9:.1f} GFLOP/s")
+        for num_seqs in arguments.sequences:
+            for context in arguments.contexts:
+                report(runner, floors, num_seqs, context, DRAWN if arguments.sampled else GREEDY, arguments.budget)
+
+
+if __name__ == "__main__":
+    main()

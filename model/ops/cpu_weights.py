@@ -1,0 +1,84 @@
+"""Linear weights in the layouts of the C++ kernels (model/ops/cpp/linear.h): how each is stored, and the packing."""
+
+import ctypes
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from model.ops import LinearRole
+
+# "exact" keeps weights as they are, in bfloat16 where that loses nothing (half the bytes to read), else in float32. The others
+# round: to bfloat16; to int8 in groups of 32 inputs; to int4 likewise, but the head, whose errors are the logits' own, to int8.
+WeightStorage = Literal["exact", "float32", "bfloat16", "int8", "int4"]
+GROUP = 32  # inputs that share a scale, as in GGUF's Q8_0 and Q4_0
+_KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
+_ELEMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "int4": torch.uint8}
+
+
+class _Descriptor(ctypes.Structure):
+    """PackedWeight in cpp/linear.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("n", ctypes.c_int64),
+        ("k", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("kind", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A weight in the kernels' own layout."""
+
+    out_features: int
+    in_features: int
+    storage: str  # "float32", "bfloat16", "int8" or "int4"
+    data: torch.Tensor
+    scales: torch.Tensor | None
+    descriptor: _Descriptor
+    address: int  # of the descriptor
+    plain: torch.Tensor | None = None  # as it came, for batches that torch multiplies
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.data, self.scales, self.plain) if tensor is not None)
+
+
+def choose_storage(weight: torch.Tensor, wanted: WeightStorage, role: LinearRole) -> str:
+    """The form that a weight [out_features, in_features] is packed in. What has no whole groups of inputs is not quantised."""
+    if wanted in ("int8", "int4") and weight.shape[1] % GROUP == 0:
+        return "int8" if role == "head" else wanted
+    if wanted in ("float32", "bfloat16"):
+        return wanted
+    return "bfloat16" if weight.dtype == torch.bfloat16 or _fits_bfloat16(weight) else "float32"
+
+
+def pack_weight(library: ctypes.CDLL, weight: torch.Tensor, storage: str, *, keep_plain: bool = False) -> PackedWeight:
+    """Pack a weight [out_features, in_features] of float32 or bfloat16. ``keep_plain``: keep the weight as it is, too."""
+    out_features, in_features = weight.shape
+    num_elements = library.packed_elements(out_features, in_features)
+    data = torch.empty(num_elements // 2 if storage == "int4" else num_elements, dtype=_ELEMENTS[storage])
+    library.advise_huge_pages(data.data_ptr(), data.nbytes)
+    scales = torch.empty(num_elements // GROUP, dtype=torch.float16) if storage in ("int8", "int4") else None
+    descriptor = _Descriptor(
+        data.data_ptr(),
+        scales.data_ptr() if scales is not None else None,
+        out_features,
+        in_features,
+        GROUP,
+        _KINDS[storage],
+    )
+    address = ctypes.addressof(descriptor)
+    source = weight.contiguous()
+    library.pack_linear(address, source.data_ptr(), int(source.dtype == torch.bfloat16), torch.get_num_threads())
+    plain = source if keep_plain else None
+    return PackedWeight(out_features, in_features, storage, data, scales, descriptor, address, plain)
+
+
+def _fits_bfloat16(weight: torch.Tensor) -> bool:
+    """Whether rounding to bfloat16 changes nothing; looked at in slices, most weights that do not fit show it in the first."""
+    rows = max(1, (1 << 20) // weight.shape[1])
+    return all(bool((piece == piece.bfloat16()).all()) for piece in torch.split(weight, rows))
