@@ -4,7 +4,7 @@ Order: penalties (repetition on prompt and generated tokens; presence and freque
 grammar's last, and with it no min_tokens: its end tokens are the grammar's business);
 temperature; top-k; top-p of what top-k left; min-p. Log-probabilities are those of the raw logits, before all of it. A draw is
 the inverse CDF at one uniform number that depends on (seed, choice, position) alone, so neither the batch nor a preemption
-changes it. Ties go to the lowest id. The vocabulary is sorted only where a top-p reaches beyond the 1024 likeliest tokens.
+changes it. Ties go to the lowest id. Nothing ever sorts the vocabulary but a top-k that is a large part of it.
 """
 
 from collections import Counter, defaultdict
@@ -14,12 +14,10 @@ import numpy as np
 import torch
 
 from model.grammar_state import GrammarFault
-from model.ops import Candidates, Ops
+from model.ops import Ops
 from model.ops.reference import inverse_cdf
-from model.sampling_params import SamplingParams
 from model.sequence_chunk import ChunkResult, SequenceChunk, TokenLogprobs
 
-TOP_P_CANDIDATES = 1024
 NOT_FINITE = "The model's logits are not finite for this sequence."
 NOTHING_LEFT = (
     "No token is left to draw: allowed_token_ids, logit_bias, stop_token_ids, min_tokens and the grammar exclude every token."
@@ -149,9 +147,7 @@ class Sampler:
             if sampling.greedy:
                 kinds["greedy", 0].append(row)
             elif 0 < sampling.top_k < vocab_size:
-                kinds["candidates", min(vocab_size, max(64, 1 << (sampling.top_k - 1).bit_length()))].append(row)
-            elif sampling.top_p < 1.0:
-                kinds["candidates", min(vocab_size, TOP_P_CANDIDATES)].append(row)
+                kinds["top_k", min(vocab_size, max(64, 1 << (sampling.top_k - 1).bit_length()))].append(row)
             else:
                 kinds["whole", 0].append(row)
         drawn: list[tuple[int, int]] = []
@@ -161,23 +157,25 @@ class Sampler:
                 token_ids = self.ops.argmax(part)
             else:
                 draws = _Draws(part, [chunks[row] for row in members])
-                token_ids = self._draw_truncated(draws, num_candidates) if kind == "candidates" else self._draw_whole(draws)
+                token_ids = self._draw_of_top_k(draws, num_candidates) if kind == "top_k" else self._draw_whole(draws)
             drawn += zip(members, token_ids.tolist(), strict=True)
         return drawn
 
     def _draw_whole(self, draws: "_Draws") -> torch.Tensor:
-        return self.ops.draw(draws.logits, draws.temperature, draws.min_p, draws.uniform)
+        """By top-p and min-p."""
+        return self.ops.draw(draws.logits, draws.temperature, draws.top_p, draws.min_p, draws.uniform)
 
-    def _draw_truncated(self, draws: "_Draws", num_candidates: int) -> torch.Tensor:
-        """top-k and top-p among the likeliest ``num_candidates``, or among all where these do not hold enough mass."""
-        candidates = self.ops.top_candidates(draws.logits, num_candidates, draws.temperature)
-        token_ids, reached = _truncate_and_draw(candidates, draws)
-        short = [] if num_candidates == draws.logits.shape[1] else (~reached).nonzero()[:, 0].tolist()
-        if short:
-            rest = draws.select(short)
-            everything = self.ops.top_candidates(rest.logits, rest.logits.shape[1], rest.temperature)
-            token_ids[short] = _truncate_and_draw(everything, rest)[0]
-        return token_ids
+    def _draw_of_top_k(self, draws: "_Draws", num_candidates: int) -> torch.Tensor:
+        """By top-k, then top-p and min-p of what top-k left. ``num_candidates`` is the largest top-k of the rows, or more."""
+        values, token_ids, _ = self.ops.top_candidates(draws.logits, num_candidates, draws.temperature)
+        weights = ((values - values[:, :1]) / draws.temperature[:, None]).double().exp()  # relative to the likeliest
+        weights.masked_fill_(torch.arange(num_candidates, device=values.device) >= draws.top_k[:, None], 0.0)
+        mass = weights.cumsum(dim=-1)
+        kept = mass - weights < draws.top_p[:, None] * mass[:, -1:]  # the token that crosses the threshold is kept
+        kept[:, 0] = True
+        kept &= weights >= draws.min_p[:, None]
+        chosen = inverse_cdf(weights * kept, draws.uniform)
+        return token_ids.gather(1, chosen[:, None])[:, 0]
 
 
 class _Draws:
@@ -188,40 +186,13 @@ class _Draws:
             return torch.tensor(values, dtype=dtype).to(logits.device)
 
         self.logits = logits
-        self.chunks = chunks
         params = [chunk.sampling for chunk in chunks]
         self.temperature = column([p.temperature for p in params], torch.float32)
         self.min_p = column([p.min_p for p in params], torch.float32)
         self.top_p = column([p.top_p for p in params], torch.float64)
-        self.top_k = column([_top_k(p, logits.shape[1]) for p in params], torch.int64)
+        self.top_k = column([p.top_k for p in params], torch.int64)
         numbers = [uniform(c.sampling.seed, c.sampling.choice, len(c.output_token_ids)) for c in chunks]
         self.uniform = column(numbers, torch.float64)
-
-    def select(self, rows: Sequence[int]) -> "_Draws":
-        return _Draws(self.logits[rows], [self.chunks[row] for row in rows])
-
-
-def _top_k(params: SamplingParams, vocab_size: int) -> int:
-    return min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
-
-
-def _truncate_and_draw(candidates: Candidates, draws: _Draws) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token ids [r], whether the candidates hold all that top-k and top-p keep [r])."""
-    values, token_ids, log_total = candidates
-    num_candidates = values.shape[1]
-    likeliest = values[:, :1]
-    weights = ((values - likeliest) / draws.temperature[:, None]).double().exp()  # relative to the likeliest
-    by_top_k = draws.top_k <= num_candidates
-    weights.masked_fill_(torch.arange(num_candidates, device=values.device) >= draws.top_k[:, None], 0.0)
-    mass = weights.cumsum(dim=-1)
-    total = torch.where(by_top_k, mass[:, -1], log_total.double().exp())
-    threshold = (draws.top_p * total)[:, None]
-    reached = by_top_k | (mass[:, -1:] >= threshold)[:, 0]
-    kept = mass - weights < threshold  # the token that crosses the threshold is kept
-    kept[:, 0] = True
-    kept &= weights >= draws.min_p[:, None]
-    chosen = inverse_cdf(weights * kept, draws.uniform)
-    return token_ids.gather(1, chosen[:, None])[:, 0], reached
 
 
 def _is_edited(chunk: SequenceChunk) -> bool:

@@ -214,11 +214,20 @@ class Ops(ABC):
         """
 
     @abstractmethod
-    def draw(self, logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        """Draw a token per row from softmax(logits / temperature) cut at min_p, by inverse CDF in order of token id -> int64 [r].
+    def draw(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        uniform: torch.Tensor,
+    ) -> torch.Tensor:
+        """Draw a token per row from softmax(logits / temperature), cut at top_p and min_p, by inverse CDF in order of token id.
 
-        logits float32 [r, V]; temperature, min_p float32 [r]; uniform float64 [r] in [0, 1). Tokens less likely than
-        min_p times the likeliest are left out. A token of probability zero is never drawn. Rows do not influence each other.
+        logits float32 [r, V]; temperature, min_p float32 [r]; top_p float64 [r], uniform float64 [r] in [0, 1) -> int64 [r].
+        top_p keeps the likeliest tokens, equals in ascending order of id, up to the one with which their mass reaches top_p, and
+        at least one; 1 keeps all. Tokens less likely than min_p times the likeliest are left out. A token of probability zero is
+        never drawn. Rows do not influence each other.
         """
 
 

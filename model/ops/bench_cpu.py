@@ -162,7 +162,7 @@ class Bench:
     def sampling(self, rows: int) -> None:
         logits = torch.randn(rows, VOCABULARY) * 4
         ones, zeros = torch.ones(rows), torch.zeros(rows)
-        uniform = torch.rand(rows, dtype=torch.float64)
+        uniform, whole = torch.rand(rows, dtype=torch.float64), torch.ones(rows, dtype=torch.float64)
         ours, theirs = self.any_ops, self.reference
         once = float(logits.nbytes)
         self.report(f"all_finite {rows}", lambda: ours.all_finite(logits), lambda: theirs.all_finite(logits), once)
@@ -176,8 +176,14 @@ class Bench:
             )
         self.report(
             f"draw {rows}",
-            lambda: ours.draw(logits, ones, zeros, uniform),
-            lambda: theirs.draw(logits, ones, zeros, uniform),
+            lambda: ours.draw(logits, ones, whole, zeros, uniform),
+            lambda: theirs.draw(logits, ones, whole, zeros, uniform),
+            once,
+        )
+        self.report(
+            f"draw {rows} top_p=0.95",
+            lambda: ours.draw(logits, ones, 0.95 * whole, zeros, uniform),
+            lambda: theirs.draw(logits, ones, 0.95 * whole, zeros, uniform),
             once,
         )
 

@@ -328,15 +328,23 @@ class CpuOps(ReferenceOps):
         )
         return Candidates(values, token_ids, log_total)
 
-    def draw(self, logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        logits, temperature = logits.contiguous(), temperature.contiguous()
-        min_p, uniform = min_p.contiguous(), uniform.contiguous()
-        assert uniform.dtype == torch.float64
+    def draw(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        uniform: torch.Tensor,
+    ) -> torch.Tensor:
+        logits, temperature, min_p = logits.contiguous(), temperature.contiguous(), min_p.contiguous()
+        top_p, uniform = top_p.contiguous(), uniform.contiguous()
+        assert top_p.dtype == uniform.dtype == torch.float64
         result = torch.empty(logits.shape[0], dtype=torch.int64)
         self._library.draw(
             logits.data_ptr(),
             *logits.shape,
             temperature.data_ptr(),
+            top_p.data_ptr(),
             min_p.data_ptr(),
             uniform.data_ptr(),
             result.data_ptr(),

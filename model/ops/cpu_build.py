@@ -172,7 +172,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "argmax": (pointer, long, long, pointer, int_),
         "top_candidates": (pointer, long, long, long, pointer, pointer, pointer, pointer, int_),
         "dequantize": (pointer, pointer, long, int_, pointer, int_),
-        "draw": (pointer, long, long, pointer, pointer, pointer, pointer, int_),
+        "draw": (pointer, long, long, pointer, pointer, pointer, pointer, pointer, int_),
     }
     for name, types in signatures.items():
         function = getattr(library, name)

@@ -202,8 +202,22 @@ class ReferenceOps(Ops):
         log_total = relative.exp_().sum(dim=-1).log()
         return Candidates(values, token_ids.gather(1, order), log_total)
 
-    def draw(self, logits: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    def draw(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        uniform: torch.Tensor,
+    ) -> torch.Tensor:
         weights = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature[:, None]).exp_()  # relative to the likeliest
+        cutting = (top_p < 1.0).nonzero()[:, 0]
+        if len(cutting):
+            likeliest_first, order = weights[cutting].sort(dim=-1, descending=True, stable=True)
+            mass = likeliest_first.cumsum(dim=-1, dtype=torch.float64)
+            removed = mass - likeliest_first >= top_p[cutting, None] * mass[:, -1:]
+            removed[:, 0] = False
+            weights[cutting] = weights[cutting].masked_fill(torch.zeros_like(removed).scatter(1, order, removed), 0.0)
         weights.masked_fill_(weights < min_p[:, None], 0.0)
         return inverse_cdf(weights, uniform)
 

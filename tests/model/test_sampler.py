@@ -142,8 +142,8 @@ def test_draws_follow_the_truncated_distribution(settings: dict[str, Any]) -> No
     assert ((frequencies - expected).abs() <= bound).all()
 
 
-def test_top_p_beyond_the_prefilter_is_exact() -> None:
-    """A flat distribution, where 0.9 of the mass is not among the likeliest 1024 of 3000 tokens."""
+def test_top_p_is_exact_where_it_keeps_most_of_the_vocabulary() -> None:
+    """A flat distribution."""
     logits = random_logits(scale=0.01)[0]
     params = replace(RANDOM, top_p=0.9)
     kept = reference_distribution(logits, params) > 0
@@ -162,6 +162,7 @@ def test_the_token_that_crosses_top_p_is_kept() -> None:
 def test_ties_go_to_the_lowest_id() -> None:
     logits = torch.zeros(VOCAB)
     assert draw(logits, GREEDY) == 0
+    assert draw_many(logits, replace(RANDOM, top_p=2.5 / VOCAB), 200).nonzero()[:, 0].tolist() == [0, 1, 2]
     assert draw_many(logits, replace(RANDOM, top_k=3), 200).nonzero()[:, 0].tolist() == [0, 1, 2]
 
 

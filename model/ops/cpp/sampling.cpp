@@ -1,75 +1,13 @@
 // Sampling over whole rows of logits without sorting them: every row is cut into pieces at fixed places, pieces are shared among
 // the threads, and their results are joined in ascending order, so that the outcome depends on the row alone.
-#include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <limits>
 #include <utility>
 #include <vector>
 
-#include "parallel.h"
-#include "simd.h"
+#include "sampling.h"
 
 namespace gemserve {
 namespace {
-
-constexpr int64_t PIECE = 32768;  // logits of a work item
-constexpr int64_t BLOCK = 1024;   // logits that are read twice while they are in the first-level cache
-constexpr float NEVER = -std::numeric_limits<float>::infinity();
-
-template <class Body>
-void each_piece(int64_t rows, int64_t size, int threads, const Body& body) {
-  const int64_t pieces = ceil_div(size, PIECE);
-  parallel_for(rows * pieces, threads, 1, [&](int64_t item) {
-    const int64_t first = item % pieces * PIECE;
-    body(item, item / pieces, first, std::min(size, first + PIECE));
-  });
-}
-
-INLINE float largest_of(const float* x, int64_t count) {
-  vf tops[4] = {set1(NEVER), set1(NEVER), set1(NEVER), set1(NEVER)};
-  int64_t i = 0;
-  for (; i + 4 * W <= count; i += 4 * W)
-    for (int j = 0; j < 4; ++j) tops[j] = max(load(x + i + j * W), tops[j]);
-  for (; i + W <= count; i += W) tops[0] = max(load(x + i), tops[0]);
-  float top = max_lanes(max(max(tops[0], tops[1]), max(tops[2], tops[3])));
-  for (; i < count; ++i) top = std::max(top, x[i]);
-  return top;
-}
-
-INLINE float reciprocal(float temperature) { return std::min(1.0f / temperature, std::numeric_limits<float>::max()); }
-
-// e^((x - top) / temperature), or 0 where that is below the cut.
-struct Weigher {
-  float top, inverse, cut;
-  INLINE vf operator()(vf x) const {
-    const vf weight = exp(mul(sub(x, set1(top)), set1(inverse)));
-    return zero_where_less(weight, weight, set1(cut));
-  }
-  INLINE float operator()(float x) const {
-    alignas(64) float lanes[W];
-    store(lanes, (*this)(set1(x)));
-    return lanes[0];
-  }
-};
-
-INLINE double sum_of(const float* x, int64_t count, const Weigher& weigher) {
-  vf sums[2] = {zero(), zero()};
-  int64_t i = 0;
-  for (; i + 2 * W <= count; i += 2 * W) {
-    sums[0] = add(sums[0], weigher(load(x + i)));
-    sums[1] = add(sums[1], weigher(load(x + i + W)));
-  }
-  double total = sum_lanes(add(sums[0], sums[1]));
-  for (; i < count; ++i) total += weigher(x[i]);
-  return total;
-}
-
-struct Candidate {
-  float value;
-  int32_t id;
-  bool operator<(const Candidate& other) const { return value != other.value ? value > other.value : id < other.id; }
-};
 
 // The k best of what it has seen, ids in ascending order.
 class Best {
@@ -238,47 +176,6 @@ void top_candidates(const float* logits, int64_t rows, int64_t size, int64_t k, 
       total += mass.total;
     }
     log_total[row] = static_cast<float>(std::log(total));
-  });
-}
-
-void draw(const float* logits, int64_t rows, int64_t size, const float* temperature, const float* min_p, const double* uniform,
-          int64_t* token_ids, int32_t threads) {
-  const int64_t count = ceil_div(size, PIECE), blocks = ceil_div(size, BLOCK);
-  std::vector<float> tops(rows * count);
-  std::vector<double> sums(rows * blocks);
-  const auto weigher = [&](int64_t row) {
-    return Weigher{*std::max_element(&tops[row * count], &tops[row * count] + count), reciprocal(temperature[row]), min_p[row]};
-  };
-  each_piece(rows, size, threads, [&](int64_t item, int64_t row, int64_t first, int64_t last) {
-    tops[item] = largest_of(logits + row * size + first, last - first);
-  });
-  each_piece(rows, size, threads, [&](int64_t, int64_t row, int64_t first, int64_t last) {
-    const Weigher weigh = weigher(row);
-    for (int64_t block = first; block < last; block += BLOCK)
-      sums[row * blocks + block / BLOCK] = sum_of(logits + row * size + block, std::min(BLOCK, last - block), weigh);
-  });
-  parallel_for(rows, 1, 1, [&](int64_t row) {
-    const Weigher weigh = weigher(row);
-    double total = 0.0;
-    for (int64_t b = 0; b < blocks; ++b) total += sums[row * blocks + b];
-    const double target = std::min(uniform[row] * total, std::nextafter(total, 0.0));
-    double before = 0.0;
-    int64_t drawn = 0;
-    for (int64_t b = 0; b < blocks; ++b) {
-      const double through = before + sums[row * blocks + b];
-      if (through > target) {
-        // Added up one by one, the block may fall short of its sum by a rounding: then its last possible token is meant.
-        double running = before;
-        for (int64_t i = b * BLOCK; i < std::min(size, (b + 1) * BLOCK) && running <= target; ++i) {
-          const float weight = weigh(logits[row * size + i]);
-          if (weight > 0.0f) drawn = i;
-          running += weight;
-        }
-        break;
-      }
-      before = through;
-    }
-    token_ids[row] = drawn;
   });
 }
 

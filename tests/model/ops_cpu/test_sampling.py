@@ -64,8 +64,8 @@ def test_rows_and_threads_change_no_bit() -> None:
     ops = cpu_ops(torch.float32)
     logits, temperature = logits_of(6, 70000), torch.linspace(0.2, 2.0, 6)
     uniform = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    min_p = torch.zeros(6)
-    whole, drawn = ops.top_candidates(logits, 64, temperature), ops.draw(logits, temperature, min_p, uniform)
+    min_p, top_p = torch.zeros(6), torch.tensor([1.0, 0.9, 0.5, 0.99, 1.0, 0.0], dtype=torch.float64)
+    whole, drawn = ops.top_candidates(logits, 64, temperature), ops.draw(logits, temperature, top_p, min_p, uniform)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -73,7 +73,8 @@ def test_rows_and_threads_change_no_bit() -> None:
             one = slice(row, row + 1)
             alone = ops.top_candidates(logits[one], 64, temperature[one])
             assert all(torch.equal(a, b[one]) for a, b in zip(alone, whole, strict=True))
-            assert torch.equal(ops.draw(logits[one], temperature[one], min_p[one], uniform[one]), drawn[one])
+            alone_drawn = ops.draw(logits[one], temperature[one], top_p[one], min_p[one], uniform[one])
+            assert torch.equal(alone_drawn, drawn[one])
     finally:
         torch.set_num_threads(before)
 
@@ -89,7 +90,7 @@ def test_draw_inverts_the_cumulative_distribution(size: int, cut: float) -> None
     min_p = torch.full((rows,), cut)
     uniform = torch.linspace(0, 1, rows + 1, dtype=torch.float64)[:-1]
     uniform[-1] = 1.0 - 2.0**-53
-    drawn = cpu_ops(torch.float32).draw(logits, temperature, min_p, uniform)
+    drawn = cpu_ops(torch.float32).draw(logits, temperature, torch.ones(rows, dtype=torch.float64), min_p, uniform)
     weights = ((logits.double() - logits.double().amax(-1, keepdim=True)) / temperature.double()[:, None]).exp()
     kept = weights.where(weights >= cut * (1 - 1e-5), 0.0)
     cumulative = kept.cumsum(-1) / kept.sum(-1, keepdim=True)
@@ -103,10 +104,37 @@ def test_draw_inverts_the_cumulative_distribution(size: int, cut: float) -> None
     assert (uniform <= through + slack).all()
 
 
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 8.0])
+def test_top_p_keeps_what_sorting_would_keep(size: int, scale: float) -> None:
+    """Flat, real and peaked rows, values shared by many tokens among them; draws all over the distribution."""
+    rows = 40
+    logits = (logits_of(rows, size, seed=5) * scale).round(decimals=2)
+    logits[:, ::5] = -torch.inf
+    logits[:, size - 1] = 0.0
+    temperature = torch.linspace(0.5, 2.0, rows)
+    top_p = torch.linspace(0.0, 1.0, rows, dtype=torch.float64)
+    min_p = torch.tensor([0.0, 0.3]).repeat(rows // 2)
+    for uniform in (0.0, 0.3, 0.77, 1.0 - 2.0**-53):
+        drawn = cpu_ops(torch.float32).draw(logits, temperature, top_p, min_p, torch.full((rows,), uniform, dtype=torch.float64))
+        weights = ((logits.double() - logits.double().amax(-1, keepdim=True)) / temperature.double()[:, None]).exp()
+        sorted_weights, order = weights.sort(dim=-1, descending=True, stable=True)
+        mass = sorted_weights.cumsum(-1) / sorted_weights.sum(-1, keepdim=True)
+        before = mass - sorted_weights / sorted_weights.sum(-1, keepdim=True)
+        place = (order == drawn[:, None]).int().argmax(-1, keepdim=True)
+        # Sums of float32 exponentials: the border of the kept tokens is off by a few 2^-24 of the whole.
+        assert ((before.gather(1, place)[:, 0] < top_p + 3e-6) | (place[:, 0] == 0)).all()
+        assert (weights.gather(1, drawn[:, None])[:, 0] >= min_p * (1 - 1e-5)).all()
+        if uniform > 0.9:  # the last kept token in order of id: nothing likelier that is kept has a higher id
+            kept = (before < top_p[:, None] - 3e-6) & (sorted_weights > min_p[:, None] * (1 + 1e-5)) & (sorted_weights > 0)
+            last = order.masked_fill(~kept, -1).amax(-1)
+            assert (drawn >= last).all()
+
+
 def test_a_draw_at_min_p_one_is_the_likeliest_token() -> None:
     logits = logits_of(9, 5000)
     uniform = torch.linspace(0, 0.999, 9, dtype=torch.float64)
-    drawn = cpu_ops(torch.float32).draw(logits, torch.ones(9), torch.ones(9), uniform)
+    drawn = cpu_ops(torch.float32).draw(logits, torch.ones(9), torch.ones(9, dtype=torch.float64), torch.ones(9), uniform)
     assert torch.equal(drawn, logits.argmax(-1))
 
 
@@ -116,7 +144,8 @@ def test_no_rows() -> None:
     assert ops.all_finite(empty).shape == (0,)
     assert ops.argmax(empty).shape == (0,)
     assert ops.top_candidates(empty, 5, torch.empty(0)).values.shape == (0, 5)
-    assert ops.draw(empty, torch.empty(0), torch.empty(0), torch.empty(0, dtype=torch.float64)).shape == (0,)
+    none, wide = torch.empty(0), torch.empty(0, dtype=torch.float64)
+    assert ops.draw(empty, none, wide, none, wide).shape == (0,)
 
 
 def test_nan_rows_do_not_crash_or_reach_other_rows() -> None:
@@ -126,6 +155,7 @@ def test_nan_rows_do_not_crash_or_reach_other_rows() -> None:
     logits[1] = torch.nan
     dirty = ops.top_candidates(logits, 64, torch.ones(3))
     assert torch.equal(dirty.token_ids[[0, 2]], clean.token_ids)
-    drawn = ops.draw(logits, torch.ones(3), torch.zeros(3), torch.full((3,), 0.5, dtype=torch.float64))
+    half = torch.full((3,), 0.5, dtype=torch.float64)
+    drawn = ops.draw(logits, torch.ones(3), half, torch.zeros(3), half)
     assert ((drawn >= 0) & (drawn < 5000)).all()
     assert ((ops.argmax(logits) >= 0) & (ops.argmax(logits) < 5000)).all()
