@@ -201,9 +201,17 @@ def test_draw_follows_the_distribution() -> None:
     count = 4000
     uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     expanded = logits.expand(count, 5).contiguous()
-    drawn = OPS.draw(expanded, torch.full((count,), 0.7), torch.zeros(count), uniform)
+    temperature, everything, no_cut = torch.full((count,), 0.7), torch.ones(count, dtype=torch.float64), torch.zeros(count)
+    drawn = OPS.draw(expanded, temperature, everything, no_cut, uniform)
     frequencies = torch.bincount(drawn, minlength=5) / count
     # Evenly spaced uniforms: each frequency is off by at most one draw.
     torch.testing.assert_close(frequencies, (logits / 0.7).softmax(0), rtol=0, atol=1.5 / count)
-    cut = OPS.draw(expanded, torch.full((count,), 0.7), torch.full((count,), 0.1), uniform)
+    cut = OPS.draw(expanded, temperature, everything, torch.full((count,), 0.1), uniform)
     assert set(cut.tolist()) == {1, 3}
+    nucleus = OPS.draw(expanded, temperature, 0.5 * everything, no_cut, uniform)
+    kept, mass = set(), 0.0
+    for token, share in sorted(enumerate((logits / 0.7).softmax(0).tolist()), key=lambda item: -item[1]):
+        if mass < 0.5:
+            kept.add(token)
+        mass += share
+    assert set(nucleus.tolist()) == kept
