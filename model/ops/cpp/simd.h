@@ -70,10 +70,10 @@ INLINE __m256 high_half(vf v) { return _mm512_extractf32x8_ps(v, 1); }
 INLINE __m256 half_sum(vf v) { return _mm256_add_ps(low_half(v), high_half(v)); }
 INLINE __m256 half_max(vf v) { return _mm256_max_ps(low_half(v), high_half(v)); }
 INLINE void load_int4_as_int16(const int8_t* p, vi& low, vi& high) {  // halves of bytes, 8 added
-  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), mask = _mm256_set1_epi8(15);
-  const vi eight = _mm512_set1_epi16(8);
-  low = _mm512_sub_epi16(_mm512_cvtepu8_epi16(_mm256_and_si256(bytes, mask)), eight);
-  high = _mm512_sub_epi16(_mm512_cvtepu8_epi16(_mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask)), eight);
+  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i mask = _mm256_set1_epi8(15), eight = _mm256_set1_epi8(8);
+  low = _mm512_cvtepi8_epi16(_mm256_sub_epi8(_mm256_and_si256(bytes, mask), eight));
+  high = _mm512_cvtepi8_epi16(_mm256_sub_epi8(_mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask), eight));
 }
 INLINE vi load_int8_as_int16(const int8_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 INLINE vi pair_dot(vi sum, vi a, vi b) {  // each lane: sum + a.low * b.low + a.high * b.high, int16 factors
