@@ -4,6 +4,7 @@ It loads weights as a stream, is told how large the cache is to be, and runs one
 text. Not thread-safe: one thread calls it.
 """
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -64,6 +65,9 @@ class ModelRunner:
         self.weight_bytes = model.weight_bytes
         self.sampler = Sampler(ops)
         self.cache: KVCache | None = None
+        self.sample_seconds = 0.0  # so far; on a device that computes beside the host, waiting for the network is in it
+        self.compile_seconds = 0.0  # until the operations were ready: long only when their kernels had to be compiled
+        self._cache_bytes = self._baseline_bytes = 0
 
     @classmethod
     def load(
@@ -90,13 +94,17 @@ class ModelRunner:
         spec = config.kv_cache_spec(block_size, torch_dtype.itemsize)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
+        began = time.monotonic()
         ops = select_ops(target, torch_dtype, resolve_quantization(quantization, dtype))
+        compile_seconds = time.monotonic() - began
         num_valid_tokens = min(config.vocab_size, num_valid_tokens or config.vocab_size)
         with torch.inference_mode():
             model = Gemma3(config, ops, num_valid_tokens)
             total = len(model.weight_slots())
             model.load_weights(_with_progress(checkpoint.tensors(), total, progress))
-        return cls(model, spec, ops)
+        runner = cls(model, spec, ops)
+        runner.compile_seconds = compile_seconds
+        return runner
 
     def allocate_cache(self, plan: KVCachePlan) -> None:
         """Make the tensors of both pools. Raises ConfigError when the device has no room for them."""
@@ -105,12 +113,24 @@ class ModelRunner:
         except (RuntimeError, MemoryError) as error:
             size = (plan.global_bytes + plan.local_bytes) / 2**30
             raise ConfigError(f"The device has no room for a KV cache of {size:.1f} GiB. Lower --kv-cache-memory.") from error
+        self._cache_bytes = plan.global_bytes + plan.local_bytes
+        if self.ops.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.ops.device)
+            self._baseline_bytes = torch.cuda.memory_allocated(self.ops.device)
 
     def free_memory(self) -> int:
         """Bytes that the device can still give to this process."""
         if self.ops.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self.ops.device)[0])
         return available_memory()
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes by what they hold. ``activations_peak`` is the most that a step took beside weights and cache; a CPU has no count
+        of it. To be called by the thread that runs the steps: a device that hangs would hold the caller too."""
+        sizes = {"weights": self.weight_bytes, "kv_cache": self._cache_bytes, "device_free": self.free_memory()}
+        if self.ops.device.type == "cuda":
+            sizes["activations_peak"] = max(0, torch.cuda.max_memory_allocated(self.ops.device) - self._baseline_bytes)
+        return sizes
 
     def warm_up(self) -> None:
         """Run a small prefill and a decode, so that the first request does not pay for lazy initialisation.
@@ -120,6 +140,7 @@ class ModelRunner:
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
         for token_ids, start in (([self.config.bos_token_id] * min(4, self.spec.block_size), 0), ([self.config.bos_token_id], 0)):
             self.run([SequenceChunk(token_ids, start, [1], [1], sampling, samples=True)])
+        self.sample_seconds = 0.0
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
@@ -148,7 +169,10 @@ class ModelRunner:
         sampling = [index for index, chunk in enumerate(chunks) if chunk.samples and results[index].error is None]
         for part in _slices(sampling):
             logits = self.model.logits(hidden[[first_rows[index + 1] - 1 for index in part]])
-            for index, sampled in zip(part, self.sampler.sample(logits, [chunks[index] for index in part]), strict=True):
+            began = time.monotonic()
+            drawn = self.sampler.sample(logits, [chunks[index] for index in part])
+            self.sample_seconds += time.monotonic() - began
+            for index, sampled in zip(part, drawn, strict=True):
                 results[index].token_ids = sampled.token_ids
                 results[index].logprobs = sampled.logprobs
                 results[index].error = sampled.error

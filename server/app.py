@@ -25,6 +25,8 @@ from server.api.request_schemas import ChatCompletionRequest, CompletionRequest
 from server.api.responses import error_response
 from server.api.tokenize_schemas import DetokenizeRequest, TokenizeRequest
 from server.engine.loaded import LoadedEngine, load_engine
+from server.engine.memory_readings import MemoryReadings
+from server.engine.stats import StepStats
 from server.engine_metrics import EngineCollector
 from server.errors import ApiError, ClientDisconnectedError, invalid_request, method_not_supported, unknown_url
 from server.host_check import HostMiddleware
@@ -32,33 +34,49 @@ from server.metrics import Metrics
 from server.middleware import CLIENT_CLOSED_REQUEST, ApiKeyMiddleware, RequestContextMiddleware
 from server.settings import Settings
 from server.state import ServerState
+from server.stats_log import log_stats
+from server.tracing import RequestTracer, load_tracer
 from server.version import __version__
+from server.vllm_metrics import VllmCollector
 
 logger = logging.getLogger("gemserve.app")
 
 # Loads what the settings name; the second argument is told the name of each phase as it begins.
 EngineFactory = Callable[[Settings, Callable[[str], None]], LoadedEngine]
 OnEngineDeath = Callable[[BaseException], None]
+LAST_TRACES_SECONDS = 5.0
 
 
-def create_app(settings: Settings, *, engine_factory: EngineFactory | None = None) -> FastAPI:
-    """The application. ``app.state.server`` is its ServerState; ``app.state.on_engine_death`` may be set at any time."""
-    metrics = Metrics()
+def create_app(
+    settings: Settings, *, engine_factory: EngineFactory | None = None, tracer: RequestTracer | None = None
+) -> FastAPI:
+    """The application. ``app.state.server`` is its ServerState; ``app.state.on_engine_death`` may be set at any time. ``tracer``
+    takes the place of what the settings say. Raises ConfigError when tracing is asked for and cannot be had."""
+    metrics = Metrics(settings)
     state = ServerState(settings, metrics)
+    state.tracer = load_tracer(settings) if tracer is None else tracer
     metrics.registry.register(EngineCollector(state))
+    if settings.metrics_compat == "vllm":
+        metrics.registry.register(VllmCollector(metrics, state))
     factory = load_engine if engine_factory is None else engine_factory
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         _start_loading(app, state, factory)
+        interval = settings.log_stats_interval
+        stats_log = asyncio.create_task(log_stats(state, metrics, interval)) if interval else None
         try:
             yield
         finally:
             state.is_stopping = True
+            if stats_log is not None:
+                stats_log.cancel()
             if state.loaded is not None:
                 await state.loaded.engine.drain(0.0)  # the command line has waited for running requests before
                 await state.loaded.engine.stop()
                 state.loaded.grammars.close()
+            if state.tracer is not None:
+                await _close_tracer(state.tracer)
 
     app = FastAPI(
         title="gemserve",
@@ -67,11 +85,13 @@ def create_app(settings: Settings, *, engine_factory: EngineFactory | None = Non
         redirect_slashes=False,
         docs_url=None,  # their pages load scripts from elsewhere
         redoc_url=None,
+        # The framework would otherwise send traces, metrics and logs of its own wherever the variables of OpenTelemetry point to.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.server = state
     app.state.on_engine_death = _log_death
     app.include_router(generation_routes.create_router())
-    app.include_router(info_routes.create_router())
+    app.include_router(info_routes.create_router(serves_metrics=settings.metrics_port is None))
     app.include_router(tokenize_routes.create_router())
     # The last one added is the outermost.
     app.add_middleware(ApiKeyMiddleware, keys=settings.api_key, metrics=metrics)
@@ -87,6 +107,23 @@ def create_app(settings: Settings, *, engine_factory: EngineFactory | None = Non
 
 def _log_death(error: BaseException) -> None:
     logger.critical("the engine is gone: %s", error)
+
+
+async def _close_tracer(tracer: RequestTracer) -> None:
+    """Sends the last traces, and leaves them where the collector does not answer in time."""
+    loop, closed = asyncio.get_running_loop(), asyncio.Event()
+
+    def close() -> None:
+        tracer.close()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: it has waited long enough
+            loop.call_soon_threadsafe(closed.set)
+
+    threading.Thread(target=close, name="gemserve-traces", daemon=True).start()
+    try:
+        async with asyncio.timeout(LAST_TRACES_SECONDS):
+            await closed.wait()
+    except TimeoutError:
+        logger.warning("the last traces were not taken within %g seconds", LAST_TRACES_SECONDS)
 
 
 def _start_loading(app: FastAPI, state: ServerState, factory: EngineFactory) -> None:
@@ -106,7 +143,13 @@ def _start_loading(app: FastAPI, state: ServerState, factory: EngineFactory) -> 
     def loaded(engine: LoadedEngine) -> None:
         if state.is_stopping:
             return
-        engine.engine.on_step = state.metrics.observe_step
+        memory = state.memory = MemoryReadings(engine.read_memory)
+
+        def on_step(step: StepStats) -> None:
+            state.metrics.observe_step(step)
+            memory.refresh()
+
+        engine.engine.on_step = on_step
         engine.engine.on_death = died
         engine.engine.step_timeout = state.settings.step_timeout
         engine.engine.start()

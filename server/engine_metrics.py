@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from server.engine.async_engine import AsyncEngine
-from server.engine.stats import EngineStats
+from server.engine.stats import EngineStats, SpeculationStats
 
 
 class EngineView(Protocol):
@@ -27,6 +27,8 @@ class EngineView(Protocol):
     def info(self) -> Mapping[str, Mapping[str, str]]: ...
     @property
     def startup_seconds(self) -> Mapping[str, float]: ...
+    @property
+    def memory_bytes(self) -> Mapping[str, int]: ...
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:
@@ -59,9 +61,12 @@ class EngineCollector(Collector):
         yield _gauge("draining", "1 while shutting down.", float(view.is_draining))
         yield from self._infos()
         yield _gauge("queue_limit_requests", "Sequences that may wait besides those that can run; 0: no limit.", view.queue_limit)
-        yield from _queue(stats, 0 if engine is None else engine.limits.max_num_seqs)
+        yield from _queue(engine, stats)
         yield from _work(stats)
         yield from _cache(stats)
+        yield from _speculation(stats.speculation)
+        memory = GaugeMetricFamily("gemserve_memory_bytes", "Memory by what it holds, as of the last step.", labels=["kind"])
+        yield _labelled(memory, {(kind,): float(size) for kind, size in view.memory_bytes.items()})
 
     def _infos(self) -> Iterator[Metric]:
         for name, labels in self._view.info.items():
@@ -71,11 +76,19 @@ class EngineCollector(Collector):
         yield _labelled(startup, {(phase,): seconds for phase, seconds in self._view.startup_seconds.items()})
 
 
-def _queue(stats: EngineStats, running_limit: int) -> Iterator[Metric]:
-    oldest = stats.oldest_waiting_arrival
+def waiting_sequences(engine: AsyncEngine) -> tuple[int, float]:
+    """How many sequences wait, and the age of the oldest in seconds; with those that the engine's thread has not seen yet."""
+    stats, arrivals = engine.stats, engine.arrivals_in_inbox()
+    oldest = min((at for at in (stats.oldest_waiting_arrival, *arrivals) if at is not None), default=None)
     age = 0.0 if oldest is None else max(0.0, time.monotonic() - oldest)
+    return stats.num_waiting + len(arrivals), age
+
+
+def _queue(engine: AsyncEngine | None, stats: EngineStats) -> Iterator[Metric]:
+    num_waiting, age = (0, 0.0) if engine is None else waiting_sequences(engine)
+    running_limit = 0 if engine is None else engine.limits.max_num_seqs
     yield _gauge("requests_running", "Sequences that are running.", stats.num_running)
-    yield _gauge("requests_waiting", "Sequences that wait for admission.", stats.num_waiting)
+    yield _gauge("requests_waiting", "Sequences that wait for admission.", num_waiting)
     yield _gauge("requests_waiting_oldest_age_seconds", "Age of the oldest waiting sequence.", age)
     yield _gauge("running_limit_requests", "Sequences that can run at once.", running_limit)
 
@@ -83,10 +96,8 @@ def _queue(stats: EngineStats, running_limit: int) -> Iterator[Metric]:
 def _work(stats: EngineStats) -> Iterator[Metric]:
     steps = CounterMetricFamily("gemserve_engine_steps", "Steps by kind.", labels=["kind"])
     yield _labelled(steps, {(kind,): float(count) for kind, count in stats.steps_total.items()})
-    host = CounterMetricFamily("gemserve_engine_host_seconds", "Time in the engine outside the model.", labels=["stage"])
-    yield _labelled(host, {("schedule",): stats.schedule_seconds_total})
     yield _counter("engine_busy_seconds", "Time in steps.", stats.busy_seconds_total)
-    yield _gauge("engine_last_step_timestamp_seconds", "End of the last step, Unix time.", stats.last_step_timestamp)
+    yield _gauge("engine_last_step_timestamp_seconds", "When a step last began or ended, Unix time.", stats.last_step_timestamp)
     yield _counter("prefill_tokens", "Prompt tokens really computed, again after a preemption.", stats.prefill_tokens_total)
     yield _counter("preemptions", "Sequences sent back to the queue for lack of blocks.", stats.preemptions_total)
     yield _counter("numerical_faults", "Sequences ended by non-finite logits.", stats.numerical_faults_total)
@@ -116,3 +127,16 @@ def _cache(stats: EngineStats) -> Iterator[Metric]:
         labels=["pool"],
     )
     yield _labelled(limited, {(name,): float(count) for name, count in stats.prefix_limited_total.items()})
+
+
+def _speculation(stats: SpeculationStats) -> Iterator[Metric]:
+    yield _counter("spec_decode_drafts", "Drafts proposed; 0 without speculation.", stats.drafts_total)
+    yield _counter("spec_decode_draft_tokens", "Tokens proposed in drafts.", stats.draft_tokens_total)
+    yield _counter("spec_decode_accepted_tokens", "Drafted tokens that were accepted.", stats.accepted_tokens_total)
+    family = CounterMetricFamily(
+        "gemserve_spec_decode_accepted_tokens_per_position",
+        "Accepted tokens by their place in the draft.",
+        labels=["position"],
+    )
+    accepted = stats.accepted_tokens_by_position
+    yield _labelled(family, {(str(position),): float(count) for position, count in enumerate(accepted)})

@@ -5,6 +5,7 @@ clients send. Numbers of the engine are read from its plain statistics when scra
 """
 
 import platform
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
@@ -19,8 +20,11 @@ from prometheus_client import (
     generate_latest,
 )
 
+from server.build import commit
 from server.engine.stats import StepStats
 from server.errors import REJECTIONS, Rejection
+from server.metric_buckets import GRAMMAR_COMPILATION, POWERS_OF_TWO, token_buckets
+from server.settings import Settings
 from server.version import __version__
 
 # generate_latest writes this format; the library's own default content type announces one that mangles names with a colon.
@@ -43,22 +47,11 @@ ROUTES: Final = (
     "other",
 )
 METHODS: Final = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
-OUTCOMES: Final = ("stop", "length", "client_disconnect", "timeout", "shutdown", "error")
-FINISH_REASONS: Final = ("stop", "length")
+OUTCOMES: Final = ("stop", "length", "tool_calls", "client_disconnect", "timeout", "shutdown", "error")
+FINISH_REASONS: Final = ("stop", "length", "tool_calls")
 STEP_KINDS: Final = ("prefill", "decode", "mixed")
-
-_TTFT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
-_ITL = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
-_DURATION = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
-_PHASE = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-_POWERS_OF_TWO = tuple(float(2**i) for i in range(15))
-_MAX_TOKEN_BUCKET = 131072
-
-
-def token_buckets(largest: int = _MAX_TOKEN_BUCKET) -> list[float]:
-    """1, 2, 5, 10, 20, 50 … up to ``largest``."""
-    steps = [float(digit * 10**power) for power in range(len(str(largest))) for digit in (1, 2, 5)]
-    return [*(step for step in steps if step < largest), float(largest)]
+HOST_STAGES: Final = ("schedule", "sample", "detokenize")
+GRAMMAR_KINDS: Final = ("json", "regex", "choice", "grammar")
 
 
 def route_template(path: str) -> str:
@@ -78,7 +71,7 @@ def package_version(name: str) -> str:
 class Metrics:
     """Owner of the registry; the attributes are the metrics that the server itself writes."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Settings) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # else every counter has a second series with its time of creation
         self.registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
@@ -90,11 +83,14 @@ class Metrics:
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(f"gemserve_{name}", text, labels, registry=registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...] | list[float], *labels: str) -> Histogram:
+        def histogram(name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
             return Histogram(f"gemserve_{name}", text, labels, buckets=buckets, registry=registry)
 
+        token_gaps, phases = settings.inter_token_latency_buckets, settings.request_phase_buckets
+        durations, sizes = settings.request_duration_buckets, token_buckets()
+
         self.http_requests = counter("http_requests_total", "HTTP requests answered.", "method", "route", "status")
-        self.http_duration = histogram("http_request_duration_seconds", "Time to the end of the answer.", _DURATION, "route")
+        self.http_duration = histogram("http_request_duration_seconds", "Time to the end of the answer.", durations, "route")
         self.http_in_flight = gauge("http_requests_in_flight", "HTTP requests being answered.", "route")
         self.streams_active = gauge("streams_active", "Event streams being sent.")
 
@@ -104,27 +100,41 @@ class Metrics:
         self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens of all sequences that started to generate.")
         self.prompt_tokens_cached = counter("prompt_tokens_cached_total", "Prompt tokens served from the prefix cache.")
         self.generation_tokens = counter("generation_tokens_total", "Tokens generated, as counted in usage.")
-        sizes = token_buckets()
         self.request_prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request.", sizes)
         self.request_generation_tokens = histogram("request_generation_tokens", "Tokens generated for a request.", sizes)
         self.request_max_tokens = histogram("request_max_tokens", "Effective max_tokens of a request.", sizes)
 
-        self.time_to_first_token = histogram("time_to_first_token_seconds", "Arrival to first token.", _TTFT, "stream")
-        self.inter_token_latency = histogram("inter_token_latency_seconds", "Time between tokens of a choice.", _ITL)
-        self.time_per_output_token = histogram(
-            "request_time_per_output_token_seconds", "Mean time per token of a choice after its first.", _ITL
+        self.time_to_first_token = histogram(
+            "time_to_first_token_seconds", "Arrival to first token.", settings.time_to_first_token_buckets, "stream"
         )
-        self.request_duration = histogram("request_duration_seconds", "Arrival to last token.", _DURATION, "endpoint", "stream")
-        self.queue_seconds = histogram("request_queue_seconds", "Arrival in the engine to first step.", _PHASE)
-        self.prefill_seconds = histogram("request_prefill_seconds", "First step to first token.", _PHASE)
-        self.decode_seconds = histogram("request_decode_seconds", "First token to last token.", _PHASE)
+        self.inter_token_latency = histogram("inter_token_latency_seconds", "Time between tokens of a choice.", token_gaps)
+        self.time_per_output_token = histogram(
+            "request_time_per_output_token_seconds", "Mean time per token of a choice after its first.", token_gaps
+        )
+        self.request_duration = histogram(
+            "request_duration_seconds", "Arrival to the end of the request.", durations, "endpoint", "stream"
+        )
+        self.queue_seconds = histogram("request_queue_seconds", "Arrival in the engine to first step.", phases)
+        self.prefill_seconds = histogram("request_prefill_seconds", "First step to first token.", phases)
+        self.decode_seconds = histogram("request_decode_seconds", "First token to last token.", phases)
+        self.inference_seconds = histogram("request_inference_seconds", "First step to last token.", phases)
 
-        self.step_duration = histogram("engine_step_duration_seconds", "Duration of a step.", _ITL, "kind")
-        self.step_tokens = histogram("engine_step_tokens", "Tokens computed in a step.", _POWERS_OF_TWO)
-        self.step_sequences = histogram("engine_step_sequences", "Sequences in a step.", _POWERS_OF_TWO)
+        self.step_duration = histogram("engine_step_duration_seconds", "Duration of a step.", token_gaps, "kind")
+        self.step_tokens = histogram("engine_step_tokens", "Tokens computed in a step.", POWERS_OF_TWO)
+        self.step_sequences = histogram("engine_step_sequences", "Sequences in a step.", POWERS_OF_TWO)
+        self.host_seconds = counter(
+            "engine_host_seconds_total",
+            "Time outside the network: scheduling and its books, logits to tokens (and on a GPU the wait for them), text.",
+            "stage",
+        )
+        self.detokenize_seconds = self.host_seconds.labels("detokenize")
+        self.grammar_seconds = histogram(
+            "structured_output_compile_seconds", "Time to a compiled constraint, or to its refusal.", GRAMMAR_COMPILATION
+        )
+        self.grammars = counter("structured_output_requests_total", "Requests with a constraint.", "kind")
 
-        build = gauge("build_info", "Always 1.", "version", "python", "torch")
-        build.labels(__version__, platform.python_version(), package_version("torch")).set(1)
+        build = gauge("build_info", "Always 1.", "version", "commit", "python", "torch")
+        build.labels(__version__, commit(), platform.python_version(), package_version("torch")).set(1)
         self._create_series()
 
     def _create_series(self) -> None:
@@ -145,6 +155,10 @@ class Metrics:
             self.choices.labels(finish_reason)
         for kind in STEP_KINDS:
             self.step_duration.labels(kind)
+        for stage in HOST_STAGES:
+            self.host_seconds.labels(stage)
+        for kind in GRAMMAR_KINDS:
+            self.grammars.labels(kind)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
@@ -162,3 +176,5 @@ class Metrics:
         self.step_duration.labels(step.kind).observe(step.duration)
         self.step_tokens.observe(step.num_tokens)
         self.step_sequences.observe(step.num_sequences)
+        self.host_seconds.labels("schedule").inc(step.schedule_seconds)
+        self.host_seconds.labels("sample").inc(step.sample_seconds)

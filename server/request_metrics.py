@@ -1,4 +1,5 @@
-"""The record of one generation request: when things happened and how it ended, written to the metrics and to one log line.
+"""The record of one generation request: when things happened and how it ended, written to the metrics, to one log line and, where
+tracing is on, to a trace.
 
 Counted here, so that every number a client sees in ``usage`` is the number in the metrics.
 """
@@ -6,11 +7,18 @@ Counted here, so that every number a client sees in ``usage`` is the number in t
 import logging
 import math
 import time
+from collections.abc import Mapping
 
 from server.engine.request import RequestTimings, TokenOutput
+from server.errors import Rejection
+from server.logs import with_fields
 from server.metrics import Metrics
+from server.tracing import Attribute, Phase, RequestTrace, RequestTracer
 
 logger = logging.getLogger("gemserve.request")
+
+# What OpenTelemetry's conventions call the endpoints' work.
+OPERATIONS = {"completions": "text_completion", "chat_completions": "chat"}
 
 
 class ChoiceRecord:
@@ -19,6 +27,7 @@ class ChoiceRecord:
     def __init__(self, request: "RequestRecord") -> None:
         self._request = request
         self._metrics = request.metrics
+        self._first_scheduled = 0.0
         self._first: float | None = None
         self._last = 0.0
         self._num_tokens = 0
@@ -43,6 +52,7 @@ class ChoiceRecord:
     def _observe_start(self, timings: RequestTimings) -> None:
         assert timings.first_scheduled is not None
         assert timings.first_token is not None
+        self._first_scheduled = timings.first_scheduled
         self._metrics.queue_seconds.observe(timings.first_scheduled - timings.arrival)
         self._metrics.prefill_seconds.observe(timings.first_token - timings.first_scheduled)
 
@@ -52,6 +62,7 @@ class ChoiceRecord:
         if self._first is not None:
             seconds = self._last - self._first
             self._metrics.decode_seconds.observe(seconds)
+            self._metrics.inference_seconds.observe(self._last - self._first_scheduled)
             if self._num_tokens > 1:
                 self._metrics.time_per_output_token.observe(seconds / (self._num_tokens - 1))
 
@@ -72,31 +83,46 @@ class PhaseTimes:
         self._first_token = min(self._first_token, timings.first_token)
         self._last = max(self._last, now)
 
+    def phases(self) -> list[Phase]:
+        """Queue, prefill, decode; none before the first output."""
+        if self._last < 0:
+            return []
+        times = (self._arrival, self._first_scheduled, self._first_token, self._last)
+        return [Phase(name, times[i], times[i + 1]) for i, name in enumerate(("queue", "prefill", "decode"))]
+
     def server_timing(self) -> str:
-        """The value of a Server-Timing header, in milliseconds. For requests that had an output."""
-        phases = {
-            "queue": self._first_scheduled - self._arrival,
-            "prefill": self._first_token - self._first_scheduled,
-            "decode": self._last - self._first_token,
-        }
-        return ", ".join(f"{name};dur={1000 * seconds:.3f}" for name, seconds in phases.items())
+        """The value of a Server-Timing header, in milliseconds."""
+        return ", ".join(f"{phase.name};dur={1000 * (phase.ended - phase.began):.3f}" for phase in self.phases())
 
 
 class RequestRecord:
-    """``response_id`` stands in the body, ``request_id`` in the header; they differ where the client chose the latter."""
+    """``response_id`` stands in the body, ``request_id`` in the header; they differ where the client chose the latter.
+    ``carrier``: the headers that tell which trace the request belongs to."""
 
-    def __init__(self, metrics: Metrics, endpoint: str, response_id: str, request_id: str) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        endpoint: str,
+        response_id: str,
+        request_id: str,
+        tracer: RequestTracer | None = None,
+        carrier: Mapping[str, str] | None = None,
+    ) -> None:
         self.metrics = metrics
         self.stream = False
         self._endpoint = endpoint
         self._response_id = response_id
         self._request_id = request_id
+        self._tracer = tracer
+        self._carrier = carrier or {}
         self._arrival = time.monotonic()
         self._first_token: float | None = None
         self.phases = PhaseTimes()
         self._outcome: str | None = None
         self.num_prompt_tokens = 0
         self.num_generated_tokens = 0
+        self.finish_reasons: dict[int, str] = {}  # by the index of the choice
+        self._attributes: dict[str, Attribute] = {}
 
     @property
     def _stream_label(self) -> str:
@@ -105,6 +131,14 @@ class RequestRecord:
     @property
     def is_finished(self) -> bool:
         return self._outcome is not None
+
+    @property
+    def is_traced(self) -> bool:
+        return self._tracer is not None
+
+    def add_attributes(self, attributes: Mapping[str, Attribute]) -> None:
+        """What the trace is to say of the request."""
+        self._attributes.update(attributes)
 
     def timing_headers(self) -> dict[str, str]:
         """Of an answer in one piece, once it is complete."""
@@ -125,16 +159,25 @@ class RequestRecord:
         self.num_generated_tokens += num_tokens
         self.metrics.generation_tokens.inc(num_tokens)
 
+    def reject(self, reason: Rejection) -> None:
+        """The request was refused: it counts as that alone."""
+        self.metrics.observe_rejection(self._endpoint, reason)
+        self._trace(time.monotonic(), error_type=reason)
+
     def finish(self, outcome: str) -> None:
         """Note how the request ended; only the first call counts."""
         if self._outcome is not None:
             return
         self._outcome = outcome
-        seconds = time.monotonic() - self._arrival
+        now = time.monotonic()
+        seconds = now - self._arrival
         self.metrics.requests.labels(self._endpoint, self._stream_label, outcome).inc()
         self.metrics.request_duration.labels(self._endpoint, self._stream_label).observe(seconds)
         if self._first_token is not None:
             self.metrics.request_generation_tokens.observe(self.num_generated_tokens)
+        has_failed = outcome in ("client_disconnect", "timeout", "shutdown", "error")
+        trace_id = self._trace(now, error_type=outcome if has_failed else None)
+        ttft = None if self._first_token is None else round(self._first_token - self._arrival, 3)
         logger.info(
             "%s request_id=%s %s %s prompt_tokens=%d generated_tokens=%d ttft=%s seconds=%.3f",
             self._response_id,
@@ -143,6 +186,38 @@ class RequestRecord:
             outcome,
             self.num_prompt_tokens,
             self.num_generated_tokens,
-            "-" if self._first_token is None else f"{self._first_token - self._arrival:.3f}",
+            "-" if ttft is None else f"{ttft:.3f}",
             seconds,
+            extra=with_fields(
+                response_id=self._response_id,
+                request_id=self._request_id,
+                trace_id=trace_id,
+                endpoint=self._endpoint,
+                stream=self.stream,
+                outcome=outcome,
+                prompt_tokens=self.num_prompt_tokens,
+                generated_tokens=self.num_generated_tokens,
+                ttft_seconds=ttft,
+                seconds=round(seconds, 3),
+            ),
         )
+
+    def _trace(self, now: float, error_type: str | None) -> str | None:
+        """The id of the trace, None while tracing is off."""
+        if self._tracer is None:
+            return None
+        operation = OPERATIONS[self._endpoint]
+        attributes: dict[str, Attribute] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "gemserve",
+            "gen_ai.response.id": self._response_id,
+            "gemserve.request_id": self._request_id,
+            "gen_ai.usage.input_tokens": self.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": self.num_generated_tokens,
+            **self._attributes,
+        }
+        if self.finish_reasons:
+            attributes["gen_ai.response.finish_reasons"] = [reason for _, reason in sorted(self.finish_reasons.items())]
+        name = f"{operation} {attributes.get('gen_ai.request.model', '')}".rstrip()
+        phases = self.phases.phases()
+        return self._tracer.record(RequestTrace(name, self._arrival, now, phases, attributes, self._carrier, error_type))

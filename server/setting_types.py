@@ -3,6 +3,7 @@ Python value. Each raises ValueError that says what was expected. Imports the st
 
 import re
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 Converter = Callable[[object], object]
@@ -90,6 +91,27 @@ def number(minimum: float) -> Converter:
         return result
 
     return convert
+
+
+def ascending_numbers(value: object) -> tuple[float, ...]:
+    """Numbers above 0 in ascending order: a list, or text with commas or blanks between them."""
+    elements = re.split(r"[\s,]+", value.strip()) if isinstance(value, str) else value
+    if not isinstance(elements, (list, tuple)):
+        raise ValueError(f"expected numbers separated by commas, got {value!r}")
+    numbers = [
+        number(0)(part) for element in elements for part in (element.split(",") if isinstance(element, str) else [element])
+    ]
+    result = tuple(part for part in numbers if isinstance(part, float))
+    if not result or result[0] <= 0 or any(low >= high for low, high in pairwise(result)):
+        raise ValueError(f"expected ascending numbers above 0, got {value!r}")
+    return result
+
+
+def url(value: object) -> str:
+    address = text(value)
+    if not re.fullmatch(r"https?://[^\s/?#]+[^\s?#]*", address):
+        raise ValueError(f"expected an address such as http://localhost:4318, got {address!r}")
+    return address
 
 
 def choice(allowed: tuple[str, ...], refused: Mapping[str, str] | None = None) -> Converter:

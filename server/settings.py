@@ -14,7 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from model.errors import ConfigError
-from server.setting_types import Converter, boolean, choice, existing_file, integer, number, parse_size, path, text, texts
+from server import metric_buckets
+from server.build import COMMIT_VARIABLE
+from server.setting_types import (
+    Converter,
+    ascending_numbers,
+    boolean,
+    choice,
+    existing_file,
+    integer,
+    number,
+    parse_size,
+    path,
+    text,
+    texts,
+    url,
+)
 
 PREFIX = "GEMSERVE_"
 CONFIG_VARIABLE = "GEMSERVE_CONFIG"
@@ -51,6 +66,10 @@ def _choices(default: str, allowed: tuple[str, ...], meaning: str, refused: Mapp
 
 def _switch(default: bool, meaning: str) -> Any:
     return _setting(default, boolean, meaning, "")
+
+
+def _buckets(default: tuple[float, ...], meaning: str) -> Any:
+    return _setting(default, ascending_numbers, meaning, "SECONDS", shown=" ".join(f"{edge:g}" for edge in default))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +152,39 @@ class Settings:
     )
     shutdown_timeout: float = _setting(30.0, number(0), "Seconds that running requests get to finish at shutdown.", "SECONDS")
     log_level: str = _choices("info", ("debug", "info", "warning", "error", "critical"), "Least severe level that is logged.")
+    log_format: str = _choices("text", ("text", "json"), "Form of the log on standard error; json: one object per line.")
+    log_stats_interval: float = _setting(
+        10.0, number(0), "Seconds between two lines of statistics in the log while there is work. 0: none.", "SECONDS"
+    )
+    metrics_port: int | None = _setting(
+        None,
+        integer(0, 65535),
+        "Port of a listener of its own for /metrics, which needs no key; --port then has no /metrics. 0 takes a free one.",
+        "PORT",
+        shown="/metrics on --port",
+    )
+    metrics_compat: str = _choices(
+        "none", ("none", "vllm"), "vllm: /metrics also has the names that vLLM uses, for routers, autoscalers and dashboards."
+    )
+    time_to_first_token_buckets: tuple[float, ...] = _buckets(
+        metric_buckets.TIME_TO_FIRST_TOKEN, "Upper edges of the histogram of the time to the first token."
+    )
+    inter_token_latency_buckets: tuple[float, ...] = _buckets(
+        metric_buckets.INTER_TOKEN_LATENCY, "Upper edges of the histograms of the time between tokens and of steps."
+    )
+    request_duration_buckets: tuple[float, ...] = _buckets(
+        metric_buckets.REQUEST_DURATION, "Upper edges of the histograms of whole requests."
+    )
+    request_phase_buckets: tuple[float, ...] = _buckets(
+        metric_buckets.REQUEST_PHASE, "Upper edges of the histograms of a request's time in the queue, in prefill and in decode."
+    )
+    otlp_endpoint: str | None = _setting(
+        None,
+        url,
+        "Address of an OpenTelemetry collector (OTLP over HTTP) that gets a trace of every request; needs gemserve[otel].",
+        "URL",
+        shown="OTEL_EXPORTER_OTLP_ENDPOINT or none",
+    )
     debug_invariants: bool = _switch(False, "Check the bookkeeping of the cache after every step (slow).")
 
     def __post_init__(self) -> None:
@@ -250,7 +302,7 @@ def _read_config(file: Path) -> dict[str, object]:
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """A line about each GEMSERVE_* variable that no setting reads, for a warning at start."""
-    known = {item.variable for item in SETTINGS} | {CONFIG_VARIABLE}
+    known = {item.variable for item in SETTINGS} | {CONFIG_VARIABLE, COMMIT_VARIABLE}
     names = [name for name in environ if name.startswith(PREFIX) and name not in known and not _SERVICE_LINK.match(name)]
     return [f"the variable {name} is not a setting{_closest(name, known)}" for name in sorted(names)]
 

@@ -12,9 +12,11 @@ import anyio
 from server.admission import AdmissionControl
 from server.engine.async_engine import AsyncEngine
 from server.engine.loaded import LoadedEngine
+from server.engine.memory_readings import MemoryReadings
 from server.errors import ApiError, model_not_ready, shutting_down
 from server.metrics import Metrics
 from server.settings import Settings
+from server.tracing import RequestTracer
 from server.version import __version__
 
 # Two prompts at a time are encoded outside the event loop; more threads would only take cores from the model.
@@ -30,6 +32,8 @@ class ServerState:
     loaded: LoadedEngine | None = None
     load_error: BaseException | None = None
     is_stopping: bool = False
+    memory: MemoryReadings | None = None
+    tracer: RequestTracer | None = None
     admission: AdmissionControl = field(init=False)
     encoding_limiter: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(ENCODING_THREADS))
 
@@ -117,3 +121,7 @@ class ServerState:
     @property
     def startup_seconds(self) -> Mapping[str, float]:
         return {} if self.loaded is None else self.loaded.startup_seconds
+
+    @property
+    def memory_bytes(self) -> Mapping[str, int]:
+        return {} if self.memory is None else self.memory.latest

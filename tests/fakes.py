@@ -171,9 +171,22 @@ def fake_engine_factory(
             model_names=list(settings.served_model_name) or ["fake-gemma"],
             default_sampling=dict(default_sampling or {}),
             fingerprint="0123456789abcdef",
-            model_info={"model": "fake-gemma", "dtype": "float32"},
-            cache_info={"block_size": "8"},
-            startup_seconds={"weights": 0.0},
+            model_info={
+                "model": "fake-gemma",
+                "architecture": "Fake",
+                "dtype": "float32",
+                "quantization": "none",
+                "max_model_len": str(max_model_len),
+                "fingerprint": "0123456789abcdef",
+            },
+            cache_info={
+                "block_size": "8",
+                "num_gpu_blocks": str(num_global),
+                "kv_dtype": "float32",
+                "prefix_caching": str(settings.prefix_caching).lower(),
+            },
+            startup_seconds=dict.fromkeys(("import", "weights", "compile", "warmup"), 0.0),
+            read_memory=lambda: {"weights": 4096, "kv_cache": 1024, "device_free": 1 << 30},
         )
 
     return load

@@ -42,6 +42,19 @@ def test_every_kind_of_value_reads_the_same_from_flags_and_variables() -> None:
     assert load_settings(flags, {}).kv_cache_memory == 3 << 29
 
 
+def test_buckets_read_the_same_from_every_source(tmp_path: Path) -> None:
+    config = tmp_path / "gemserve.toml"
+    config.write_text("inter-token-latency-buckets = [0.5, 1, 2.5]")
+    expected = (0.5, 1.0, 2.5)
+    for flags, environ in (
+        (parse("--inter-token-latency-buckets", "0.5", "1", "2.5"), {}),
+        (parse("--inter-token-latency-buckets", "0.5,1,2.5"), {}),
+        ({}, {"GEMSERVE_INTER_TOKEN_LATENCY_BUCKETS": "0.5, 1,2.5"}),
+        ({"config": str(config)}, {}),
+    ):
+        assert load_settings(flags, environ).inter_token_latency_buckets == expected
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("2GiB", 2 << 30), ("512MiB", 512 << 20), ("2GB", 2_000_000_000), ("1g", 1 << 30), ("4096", 4096), (7, 7), ("3 k", 3072)],
@@ -74,6 +87,11 @@ def test_wrong_sizes_are_refused(text: object) -> None:
             "--max-num-batched-tokens 8 is less than --max-num-seqs 9",
         ),
         (["--chat-template", "/does/not/exist"], {}, "--chat-template: there is no file /does/not/exist"),
+        (["--time-to-first-token-buckets", "1", "1"], {}, "--time-to-first-token-buckets: expected ascending numbers above 0"),
+        ([], {"GEMSERVE_REQUEST_PHASE_BUCKETS": "0,1"}, "GEMSERVE_REQUEST_PHASE_BUCKETS: expected ascending numbers above 0"),
+        (["--otlp-endpoint", "localhost:4317"], {}, "--otlp-endpoint: expected an address such as http://localhost:4318"),
+        (["--metrics-port", "70000"], {}, "--metrics-port: expected an integer from 0 to 65535"),
+        (["--metrics-compat", "tgi"], {}, "--metrics-compat: expected one of none, vllm"),
         (["--config", "/does/not/exist"], {}, "--config /does/not/exist: No such file"),
     ],
 )

@@ -196,6 +196,7 @@ class GenerationRun:
         self._record.count_generated(len(event.token_ids))
         if event.finish_reason is not None:
             self._open_choices -= 1
+            self._record.finish_reasons[event.index] = event.finish_reason
             if event.finish_reason == "length":
                 self._outcome = "length"
         return event
@@ -280,7 +281,9 @@ class GenerationRun:
                 if is_first and choice == 0:
                     self._ticket.prompt_computed(len(prompt.token_ids))
                     self.usage.cached_tokens += output.num_cached_tokens
+                began = time.monotonic()
                 event = text.event(output, index, is_first)
+                self._record.metrics.detokenize_seconds.inc(time.monotonic() - began)
                 is_first = False
                 for copy in range(num_copies):
                     self._events.put_nowait(event if copy == 0 else replace(event, index=index + copy))

@@ -25,12 +25,14 @@ from server.api.responses import (
     StreamUsage,
     collected_response,
 )
+from server.api.trace_attributes import trace_attributes
 from server.api.validation import parse_request, read_json_object, request_body
 from server.api.wire_forms import ChatForm, CompletionForm, WireForm
 from server.engine.loaded import LoadedEngine
 from server.errors import ApiError, ClientDisconnectedError, request_timeout
 from server.request_metrics import RequestRecord
 from server.state import ServerState
+from server.tracing import PROPAGATION_HEADERS
 
 Body = TypeVar("Body", bound=GenerationRequest)
 Prepare = Callable[[ServerState, LoadedEngine, Body, str, Ticket], Awaitable[GenerationPlan]]
@@ -56,8 +58,9 @@ class _Endpoint(Generic[Body]):
         response_id = f"{self._id_prefix}-{uuid.uuid4().hex}"
         request_id = request_id_of(request)
         request_id.adopt(response_id)
-        record = RequestRecord(state.metrics, self._name, response_id, request_id.value)
-        async with _counted(state, self._name, record):
+        carrier = {name: request.headers[name] for name in PROPAGATION_HEADERS if name in request.headers}
+        record = RequestRecord(state.metrics, self._name, response_id, request_id.value, state.tracer, carrier)
+        async with _counted(record):
             loaded = state.require_loaded()
             arrival, timeout = time.monotonic(), header_timeout(request.headers)
             value = await read_json_object(request, state.admission, state.settings.read_timeout or None)
@@ -70,7 +73,10 @@ class _Endpoint(Generic[Body]):
                 plan = await self._plan(state, loaded, body, response_id, ticket, deadline)
                 ticket.start(plan.num_sequences, plan.num_prompt_tokens)
                 record.observe_plan(plan.num_prompt_tokens, max(prompt.sampling.max_tokens for prompt in plan.prompts))
-                head = ResponseHead(response_id, int(time.time()), body.model or loaded.model_names[0], state.system_fingerprint)
+                model = body.model or loaded.model_names[0]
+                if record.is_traced:
+                    record.add_attributes(trace_attributes(request, plan, body, model))
+                head = ResponseHead(response_id, int(time.time()), model, state.system_fingerprint)
                 headers = parsed.headers()
                 form = self._make_form(loaded, plan, body)
                 until = deadline.queue_deadline(
@@ -123,7 +129,7 @@ async def _stream(
 
 
 @asynccontextmanager
-async def _counted(state: ServerState, endpoint: str, record: RequestRecord) -> AsyncIterator[None]:
+async def _counted(record: RequestRecord) -> AsyncIterator[None]:
     """Every request is counted once: by its outcome, or as rejected by its reason."""
     try:
         yield
@@ -132,7 +138,7 @@ async def _counted(state: ServerState, endpoint: str, record: RequestRecord) -> 
             if error.rejection is None:
                 record.finish(error.outcome)
             else:
-                state.metrics.observe_rejection(endpoint, error.rejection)
+                record.reject(error.rejection)
         raise
     except ClientDisconnectedError:
         record.finish("client_disconnect")

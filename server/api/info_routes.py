@@ -10,7 +10,7 @@ from server.api.context import state_of
 from server.api.response_schemas import ErrorResponse, HealthResponse, ModelCard, ModelList, VersionResponse
 from server.api.responses import JsonResponse
 from server.errors import RETRY_AFTER_SECONDS, model_not_found
-from server.metrics import CONTENT_TYPE
+from server.metrics_listener import metrics_response
 from server.state import ServerState
 from server.version import __version__
 
@@ -44,7 +44,8 @@ def _health(state: ServerState, *, alive: bool) -> Response:
     return JsonResponse(body, 503, {"retry-after": str(RETRY_AFTER_SECONDS)})
 
 
-def create_router() -> APIRouter:
+def create_router(*, serves_metrics: bool = True) -> APIRouter:
+    """``serves_metrics``: false where /metrics has a listener of its own."""
     router = APIRouter()
 
     @router.get("/v1/models", responses={200: {"model": ModelList}, **_NOT_READY})
@@ -75,9 +76,11 @@ def create_router() -> APIRouter:
         """200 unless the engine has died: loading and draining are no reason to restart the process."""
         return _health(state_of(request), alive=True)
 
-    @router.get("/metrics")
-    async def metrics(request: Request) -> Response:
-        return Response(state_of(request).metrics.render(), headers={"content-type": CONTENT_TYPE})
+    if serves_metrics:
+
+        @router.get("/metrics")
+        async def metrics(request: Request) -> Response:
+            return metrics_response(state_of(request).metrics)
 
     @router.get("/version", responses={200: {"model": VersionResponse}})
     async def version(request: Request) -> Response:

@@ -45,7 +45,7 @@ async def prepare_completion(
     _check_num_sequences(len(prompts), num_candidates, "prompt", "n" if num_candidates == n else "best_of")
     limit = _truncation(loaded, body, body.max_tokens, DEFAULT_COMPLETION_TOKENS)
     ticket.admit(len(prompts) * num_candidates, _least_num_tokens(loaded, prompts, limit, body.max_tokens))
-    grammar = await compile_grammar(loaded, body)
+    grammar = await compile_grammar(loaded, body, state.metrics)
     encode = partial(
         encode_prompt,
         loaded.tokenizer,
@@ -97,7 +97,7 @@ async def prepare_chat(
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     limit = _truncation(loaded, body, max_tokens, 1)
     ticket.admit(body.n or 1, 0)
-    grammar = await compile_grammar(loaded, body)
+    grammar = await compile_grammar(loaded, body, state.metrics)
     try:
         token_ids = await encode_chat(
             state,

@@ -9,17 +9,20 @@ from server.api.structured_schemas import ResponseFormat, StructuredOutputs
 from server.engine.loaded import LoadedEngine
 from server.errors import ApiError, invalid_request
 from server.grammar.source import GrammarError, GrammarSource
+from server.metrics import Metrics
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
-async def compile_grammar(loaded: LoadedEngine, body: GenerationRequest) -> Grammar | None:
+async def compile_grammar(loaded: LoadedEngine, body: GenerationRequest, metrics: Metrics) -> Grammar | None:
     """The compiled constraint of a request, None without one."""
     source = grammar_source(body)
     if source is None:
         return None
+    metrics.grammars.labels(source.kind).inc()
     try:
-        return await loaded.grammars.compile(source)
+        with metrics.grammar_seconds.time():
+            return await loaded.grammars.compile(source)
     except GrammarError as error:
         raise _invalid(source.param, str(error)) from None
 

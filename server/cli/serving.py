@@ -19,6 +19,8 @@ from model.errors import ConfigError, ModelError
 from server.engine.loaded import LoadedEngine, load_engine
 from server.engine.request import EngineHungError
 from server.http_protocol import http_protocol
+from server.logs import configure_logging
+from server.metrics_listener import MetricsListener
 from server.settings import Settings
 from server.state import ServerState
 
@@ -33,10 +35,11 @@ EXIT_INTERRUPTED = 130
 class Server(uvicorn.Server):
     """uvicorn that ends on a fault of the engine, and lets running requests finish before it closes their connections."""
 
-    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
+    def __init__(self, config: uvicorn.Config, state: ServerState, metrics_listener: MetricsListener | None) -> None:
         super().__init__(config)
         self.fault: BaseException | None = None
         self._state = state
+        self._metrics_listener = metrics_listener
 
     @property
     def is_loading(self) -> bool:
@@ -49,10 +52,18 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            host, port = listener.getsockname()[:2]
-            logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+            logger.info("listening on %s", address_of(listener))
+        if self._metrics_listener is not None:
+            await self._metrics_listener.open()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await self._drain_and_shut_down(sockets)
+        finally:
+            if self._metrics_listener is not None:
+                await self._metrics_listener.close()
+
+    async def _drain_and_shut_down(self, sockets: list[socket.socket] | None) -> None:
         engine = self._state.engine
         if engine is None:
             await super().shutdown(sockets)
@@ -66,12 +77,19 @@ class Server(uvicorn.Server):
 
 def serve(settings: Settings) -> int:
     """Serve until a signal or a fault. Raises ModelError for what is wrong before the port answers."""
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True
-    )
-    print(TERMS, file=sys.stderr, flush=True)
-    with contextlib.closing(bind(settings.host, settings.port)) as listener:
-        server = prepare(settings)
+    configure_logging(settings.log_level, settings.log_format)
+    if settings.log_format == "json":
+        logger.info(TERMS)
+    else:
+        print(TERMS, file=sys.stderr, flush=True)
+    with contextlib.ExitStack() as sockets:
+        listener = sockets.enter_context(contextlib.closing(bind(settings.host, settings.port, "--port")))
+        metrics_socket = None
+        if settings.metrics_port is not None:
+            metrics_socket = sockets.enter_context(
+                contextlib.closing(bind(settings.host, settings.metrics_port, "--metrics-port"))
+            )
+        server = prepare(settings, metrics_socket)
         # uvicorn raises the signal again once it has shut down; a graceful end by SIGTERM is a success.
         previous = signal.signal(signal.SIGTERM, lambda signum, frame: None)
         try:
@@ -82,14 +100,14 @@ def serve(settings: Settings) -> int:
             if server.is_loading:
                 _exit_at_once(EXIT_INTERRUPTED if isinstance(sys.exception(), KeyboardInterrupt) else 0)
     if server.fault is not None:
-        print(f"gemserve: error: {_one_line(server.fault)}", file=sys.stderr)
+        _tell_fault(settings, server.fault)
         if isinstance(server.fault, EngineHungError):
             _exit_at_once(1)
         return 1
     return 0
 
 
-def prepare(settings: Settings) -> Server:
+def prepare(settings: Settings, metrics_socket: socket.socket | None = None) -> Server:
     """Check the checkpoint's headers and wire the application; loads no weights."""
     from model.checkpoint import open_checkpoint
 
@@ -119,7 +137,11 @@ def prepare(settings: Settings) -> Server:
         ws="none",
         server_header=False,
     )
-    server = Server(config, app.state.server)
+    metrics_listener = None
+    if metrics_socket is not None:
+        logger.info("metrics on %s/metrics", address_of(metrics_socket))
+        metrics_listener = MetricsListener(metrics_socket, settings, app.state.server.metrics)
+    server = Server(config, app.state.server, metrics_listener)
     app.state.on_engine_death = server.end_with
     return server
 
@@ -133,13 +155,26 @@ def _exit_at_once(code: int) -> NoReturn:
     os._exit(code)
 
 
+def _tell_fault(settings: Settings, fault: BaseException) -> None:
+    """The last line of the log."""
+    if settings.log_format == "json":
+        logger.critical(_one_line(fault))
+    else:
+        print(f"gemserve: error: {_one_line(fault)}", file=sys.stderr)
+
+
+def address_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def _one_line(fault: BaseException) -> str:
     text = " ".join(str(fault).split())
     return text if isinstance(fault, ModelError) else f"{type(fault).__name__}: {text}"
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet. Raises ConfigError."""
+def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """A bound socket that does not listen yet. Raises ConfigError; ``flag`` is where the port came from."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, kind, protocol)
@@ -150,5 +185,5 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another --port or --host") from None
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another {flag} or --host") from None
     return listener

@@ -90,6 +90,11 @@ class AsyncEngine:
     def num_streams(self) -> int:
         return len(self._streams)
 
+    def arrivals_in_inbox(self) -> list[float]:
+        """When the requests arrived that the engine's thread takes up after its step. Never waits for a step."""
+        with self._wake:
+            return [command.arrival for command in self._inbox if isinstance(command, _Add)]
+
     def start(self) -> None:
         """Start the thread; outputs are delivered to the running event loop."""
         self._loop = asyncio.get_running_loop()

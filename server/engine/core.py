@@ -48,8 +48,11 @@ class EngineCore:
         *,
         clock: Callable[[], float] = time.monotonic,
         debug_invariants: bool = False,
+        sample_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        """``sample_seconds``: the time that the runner has spent on sampling so far."""
         self._runner = runner
+        self._sample_seconds = sample_seconds
         self._clock = clock
         self._debug_invariants = debug_invariants
         self._kv = kv
@@ -92,6 +95,9 @@ class EngineCore:
             return expired
         chunks = [self._sequence_chunk(chunk) for chunk in batch.chunks]
         kind, num_tokens, num_prefill_tokens = batch.kind, batch.num_tokens, batch.num_prefill_tokens
+        self.scheduler.write_stats()  # a scrape during a long step shows what it runs
+        self.stats.last_step_timestamp = time.time()
+        sampled = self._sample_seconds()
         before_run = self._clock()
         results = self._runner.run(chunks)
         after_run = self._clock()
@@ -99,7 +105,8 @@ class EngineCore:
         self._forget_finished(events)
         finished = self._clock()
         host = before_run - started + finished - after_run
-        self.last_step = StepStats(kind, finished - started, host, num_tokens, len(chunks), num_prefill_tokens)
+        sampling = self._sample_seconds() - sampled
+        self.last_step = StepStats(kind, finished - started, host, num_tokens, len(chunks), num_prefill_tokens, sampling)
         self._count(self.last_step)
         self._after_change()
         return events
@@ -131,7 +138,6 @@ class EngineCore:
         stats = self.stats
         stats.steps_total[step.kind] += 1
         stats.busy_seconds_total += step.duration
-        stats.schedule_seconds_total += step.schedule_seconds
         stats.last_step_timestamp = time.time()
         times = self._times
         times.observe(step)

@@ -41,6 +41,8 @@ class LoadedEngine:
     model_info: dict[str, str]  # labels of the info metric
     cache_info: dict[str, str]
     startup_seconds: dict[str, float] = field(default_factory=dict)  # by phase
+    # Bytes by what they hold; only the engine's thread calls it once that runs.
+    read_memory: Callable[[], dict[str, int]] = dict
 
 
 class _Phases:
@@ -59,6 +61,11 @@ class _Phases:
         self._name, self._began = name, now
         if name is not None:
             self._report(name)
+
+    def split(self, name: str, part: str, seconds: float) -> None:
+        """A part of a phase that has ended gets a name of its own."""
+        self.seconds[name] = round(max(0.0, self.seconds[name] - seconds), 3)
+        self.seconds[part] = round(seconds, 3)
 
 
 def _read(file: Path) -> str:
@@ -116,6 +123,7 @@ def load_engine(
     checkpoint.close()
 
     phases.enter("cache")
+    phases.split("weights", "compile", runner.compile_seconds)
     memory = settings.kv_cache_memory
     if memory is None:
         memory = default_kv_cache_memory(runner.free_memory(), str(runner.ops.device))
@@ -148,7 +156,9 @@ def load_engine(
 
     kv = KVCacheManager(runner.spec, plan.num_global_blocks, plan.num_local_blocks, prefix_caching=settings.prefix_caching)
     scheduler_config = SchedulerConfig(settings.max_num_seqs, settings.max_num_batched_tokens, max_model_len)
-    core = EngineCore(runner, kv, scheduler_config, debug_invariants=settings.debug_invariants)
+    core = EngineCore(
+        runner, kv, scheduler_config, debug_invariants=settings.debug_invariants, sample_seconds=lambda: runner.sample_seconds
+    )
     engine = AsyncEngine(core, EngineLimits(max_model_len, settings.max_num_seqs, plan.capacity_tokens))
     names = list(settings.served_model_name) or [name]
     return LoadedEngine(
@@ -173,4 +183,5 @@ def load_engine(
             "prefix_caching": str(settings.prefix_caching).lower(),
         },
         startup_seconds=phases.seconds,
+        read_memory=runner.memory_bytes,
     )

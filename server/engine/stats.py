@@ -33,6 +33,17 @@ class StepStats:
     num_tokens: int
     num_sequences: int
     num_prefill_tokens: int
+    sample_seconds: float = 0.0  # from logits to tokens
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Drafted and accepted tokens; all zero while nothing drafts."""
+
+    drafts_total: int = 0
+    draft_tokens_total: int = 0
+    accepted_tokens_total: int = 0
+    accepted_tokens_by_position: list[int] = field(default_factory=list)  # entry i: of the i-th token of a draft
 
 
 @dataclass(slots=True)
@@ -42,9 +53,8 @@ class EngineStats:
     num_running: int = 0
     num_waiting: int = 0
     oldest_waiting_arrival: float | None = None  # time.monotonic()
-    last_step_timestamp: float = 0.0  # time.time()
+    last_step_timestamp: float = 0.0  # time.time() when a step last began or ended
     busy_seconds_total: float = 0.0
-    schedule_seconds_total: float = 0.0
     steps_total: dict[StepKind, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0, "mixed": 0})
     prefill_tokens_total: int = 0  # prompt and recomputed tokens really run
     preemptions_total: int = 0
@@ -54,4 +64,5 @@ class EngineStats:
     # Admissions whose hit ended because this pool no longer (or never) held the next block it needed.
     prefix_limited_total: dict[str, int] = field(default_factory=lambda: {"global": 0, "local": 0})
     numerical_faults_total: int = 0
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
     pools: dict[str, PoolStats] = field(default_factory=lambda: {name: PoolStats() for name in POOLS})

@@ -17,6 +17,7 @@ from server.app import create_app
 from server.engine.loaded import LoadedEngine
 from server.http_protocol import http_protocol
 from server.settings import Settings
+from server.tracing import RequestTracer
 from tests.fakes import fake_engine_factory
 
 LIVE_BODY = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
@@ -116,11 +117,12 @@ def live_server(
     *,
     wait: bool = True,
     deaths: list[BaseException] | None = None,
+    tracer: RequestTracer | None = None,
     **settings: Any,
 ) -> Iterator[LiveServer]:
     """``deaths`` collects what the application reports to the command line."""
     checked = Settings(**settings)
-    app = create_app(checked, engine_factory=factory or fake_engine_factory())
+    app = create_app(checked, engine_factory=factory or fake_engine_factory(), tracer=tracer)
     if deaths is not None:
         app.state.on_engine_death = deaths.append
     config = uvicorn.Config(

@@ -13,6 +13,7 @@ from model.gemma3 import Gemma3
 from model.kv_cache_spec import KVCachePlan
 from model.runner import ModelRunner, resolve_dtype
 from model.sampling_params import SamplingParams
+from model.sequence_chunk import SequenceChunk
 from tests.model.harness import GREEDY, Harness, TestSequence
 from tests.model.tiny_models import TINY_FOLDER, random_model, random_prompt
 
@@ -55,6 +56,40 @@ def test_load_run_and_generate() -> None:
         sequence.tokens += result.token_ids
     fresh = harness.all_logits(sequence.tokens)
     assert sequence.tokens[20:] == fresh[19:-1].argmax(-1).tolist()
+
+
+def test_memory_is_told_by_what_it_holds() -> None:
+    checkpoint = open_checkpoint(str(TINY_FOLDER / "gqa_sliding_window_pattern"), progress=False)
+    runner = ModelRunner.load(checkpoint, dtype="float32", device="cpu", block_size=4, progress=False)
+    runner.allocate_cache(KVCachePlan(20, 20, 4000, 3000, 76))
+    assert runner.memory_bytes() == {
+        "weights": runner.weight_bytes,
+        "kv_cache": 7000,
+        "device_free": pytest.approx(runner.free_memory(), rel=0.5),
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_also_tells_what_a_step_took_beside_weights_and_cache() -> None:
+    checkpoint = open_checkpoint(str(TINY_FOLDER / "gqa_sliding_window_pattern"), progress=False)
+    runner = ModelRunner.load(checkpoint, dtype="float32", device="cuda", block_size=4, progress=False)
+    runner.allocate_cache(KVCachePlan(20, 20, 4000, 3000, 76))
+    assert runner.memory_bytes()["activations_peak"] == 0
+    runner.warm_up()
+    assert 0 < runner.memory_bytes()["activations_peak"] < 1 << 30
+
+
+def test_the_time_of_sampling_adds_up_from_after_the_warm_up() -> None:
+    checkpoint = open_checkpoint(str(TINY_FOLDER / "gqa_sliding_window_pattern"), progress=False)
+    runner = ModelRunner.load(checkpoint, dtype="float32", device="cpu", block_size=4, progress=False)
+    runner.allocate_cache(KVCachePlan(20, 20, 0, 0, 76))
+    runner.warm_up()
+    assert runner.sample_seconds == 0
+    runner.run([SequenceChunk([2], 0, [1], [1], GREEDY, samples=True)])
+    first = runner.sample_seconds
+    runner.run([SequenceChunk([3], 1, [1], [1], GREEDY, samples=True)])
+    assert 0 < first < runner.sample_seconds
 
 
 @pytest.mark.parametrize(
