@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: run test lint format docs bench soak sanitize clean
+.PHONY: run test lint format docs bench soak sanitize prometheus-test clean
 
 run: .venv/demo.stamp
 	$(BIN)/gemserve serve --host 127.0.0.1 --port 8000 $(ARGS)
@@ -28,6 +28,7 @@ format: .venv/test.stamp
 
 docs: .venv/demo.stamp
 	$(BIN)/python -m server.settings > docs/settings.md
+	$(BIN)/python deploy/grafana/make_dashboard.py > deploy/grafana/gemserve.json
 
 bench: .venv/demo.stamp
 	$(BIN)/gemserve bench $(BENCH_URL) $(ARGS)
@@ -38,6 +39,12 @@ soak: .venv/test.stamp
 # Address and undefined-behaviour sanitizers over the tests of the C++ kernels; needs g++ with their runtimes.
 sanitize: .venv/test.stamp
 	tests/model/ops_cpu/sanitize.sh $(BIN)/python
+
+# promtool and a real Prometheus over the files of deploy/: those on the PATH, else Debian's package, which needs no installation.
+prometheus-test: .venv/test.stamp
+	command -v promtool > /dev/null && command -v prometheus > /dev/null || [ -x .venv/prometheus/usr/bin/promtool ] || \
+	  (mkdir -p .venv/prometheus && cd .venv/prometheus && apt-get download prometheus && dpkg-deb -x prometheus_*.deb .)
+	PATH="$$PATH:$(CURDIR)/.venv/prometheus/usr/bin" GEMSERVE_NEEDS_PROMETHEUS=1 $(BIN)/python -m pytest tests/deploy $(ARGS)
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -80,6 +80,7 @@ def tiny_server(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 64,
     prefix_caching: bool = True,
+    **settings: Any,
 ) -> Iterator[LiveServer]:
     memory = cache_memory(pool_tokens, block_size, max_num_seqs, max_num_batched_tokens, prefix_caching)
     with live_server(
@@ -94,6 +95,7 @@ def tiny_server(
         max_num_batched_tokens=max_num_batched_tokens,
         prefix_caching=prefix_caching,
         debug_invariants=True,
+        **settings,
     ) as live:
         live.client.timeout = httpx.Timeout(60)
         live.wait_for(lambda: live.client.get("/health/ready").status_code == 200, seconds=60)
