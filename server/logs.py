@@ -62,3 +62,4 @@ def configure_logging(level: str, log_format: str, stream: TextIO | None = None)
     handler = logging.StreamHandler(stream)
     handler.setFormatter(make_formatter(log_format, stream))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(log_format == "json")  # Python's own lines would not be JSON

@@ -206,7 +206,7 @@ class RequestRecord:
         """The id of the trace, None while tracing is off."""
         if self._tracer is None:
             return None
-        operation = OPERATIONS[self._endpoint]
+        operation = OPERATIONS.get(self._endpoint, self._endpoint)
         attributes: dict[str, Attribute] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "gemserve",

@@ -34,8 +34,8 @@ from server.setting_types import (
 PREFIX = "GEMSERVE_"
 CONFIG_VARIABLE = "GEMSERVE_CONFIG"
 DEFAULT_MAX_NUM_SEQS = 64
-# Kubernetes sets these for a service named gemserve; they are not settings and no reason for a warning.
-_SERVICE_LINK = re.compile(r"GEMSERVE_(SERVICE_|PORT_\d)")
+# Kubernetes sets these for services named gemserve and gemserve-metrics; they are not settings and no reason for a warning.
+_SERVICE_LINK = re.compile(r"GEMSERVE_(METRICS_)?(SERVICE_|PORT_\d)")
 
 
 class SettingsError(ConfigError):
@@ -272,9 +272,10 @@ def load_settings(flags: Mapping[str, object], environ: Mapping[str, str] | None
     for item in SETTINGS:
         given = environ.get(item.variable)
         if given:
-            if item.name == "port" and given.startswith("tcp://"):
+            if item.name in ("port", "metrics_port") and given.startswith("tcp://"):
+                service = item.variable.removesuffix("_PORT").lower().replace("_", "-")
                 raise SettingsError(
-                    f"{item.variable}={given} was set by Kubernetes for a service named gemserve; "
+                    f"{item.variable}={given} was set by Kubernetes for a service named {service}; "
                     f"set enableServiceLinks: false in the pod, or rename the service"
                 )
             values[item.name] = item.converted(given, item.variable)

@@ -74,7 +74,8 @@ def test_wrong_sizes_are_refused(text: object) -> None:
     [
         (["--port", "x"], {}, "--port: expected an integer"),
         ([], {"GEMSERVE_PORT": "70000"}, "GEMSERVE_PORT: expected an integer from 0 to 65535"),
-        ([], {"GEMSERVE_PORT": "tcp://10.0.0.1:8000"}, "enableServiceLinks"),
+        ([], {"GEMSERVE_PORT": "tcp://10.0.0.1:8000"}, "for a service named gemserve; set enableServiceLinks"),
+        ([], {"GEMSERVE_METRICS_PORT": "tcp://10.0.0.1:9100"}, "for a service named gemserve-metrics; set enableServiceLinks"),
         ([], {"GEMSERVE_PREFIX_CACHING": "maybe"}, "GEMSERVE_PREFIX_CACHING: expected true or false"),
         ([], {"GEMSERVE_API_KEY": " , "}, "GEMSERVE_API_KEY: expected texts separated by commas"),
         (["--dtype", "float16"], {}, "--dtype: 'float16' is not supported: Gemma 3 overflows"),
@@ -126,6 +127,7 @@ def test_the_default_number_of_sequences_follows_a_small_token_budget() -> None:
 
 def test_unknown_variables_are_told_apart_from_service_links() -> None:
     environ = {"GEMSERVE_MAX_SEQS": "1", "GEMSERVE_SERVICE_HOST": "10.0.0.1", "GEMSERVE_PORT_8000_TCP": "x", "GEMSERVE_HOST": "h"}
+    environ |= {"GEMSERVE_METRICS_SERVICE_PORT": "9100", "GEMSERVE_COMMIT": "abc1234"}
     assert unknown_variables(environ) == ["the variable GEMSERVE_MAX_SEQS is not a setting; did you mean GEMSERVE_MAX_NUM_SEQS?"]
 
 

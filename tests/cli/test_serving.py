@@ -1,8 +1,6 @@
 """The process of ``gemserve serve`` when loading fails, the engine dies or a signal comes; loading is replaced to be quick."""
 
-import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -57,17 +55,14 @@ def endless(settings, report_phase, checkpoint):
 model.checkpoint.open_checkpoint = lambda *args, **kwargs: None
 serving.load_engine = globals()[sys.argv[1]]
 try:
-    options = dict(pair.split("=") for pair in sys.argv[4:])
-    timeouts = {"shutdown_timeout": float(sys.argv[2]), "step_timeout": float(sys.argv[3])}
-    sys.exit(serving.serve(Settings(port=0, **timeouts, **options)))
+    sys.exit(serving.serve(Settings(port=0, shutdown_timeout=float(sys.argv[2]), step_timeout=float(sys.argv[3]))))
 except KeyboardInterrupt:
     sys.exit(130)
 """
 
 
-def start(behaviour: str, shutdown_timeout: float = 30, step_timeout: float = 0, **settings: str) -> subprocess.Popen[str]:
-    options = [f"{name}={value}" for name, value in settings.items()]
-    command = [sys.executable, "-c", PROGRAM, behaviour, str(shutdown_timeout), str(step_timeout), *options]
+def start(behaviour: str, shutdown_timeout: float = 30, step_timeout: float = 0) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PROGRAM, behaviour, str(shutdown_timeout), str(step_timeout)]
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
@@ -149,58 +144,3 @@ def test_a_signal_lets_running_streams_finish_or_tells_them(shutdown_timeout: fl
     assert process.returncode == 0
     assert events[-2:] == ["data: [DONE]", ""]
     assert ending in events[-3]
-
-
-def test_metrics_on_their_own_port_need_no_key_and_are_there_until_the_end_of_the_drain() -> None:
-    with start("fake_model", metrics_port="0", api_key="secret") as process:
-        metrics = wait_for_line(process, "metrics on")[-1].split()[-1]
-        main = wait_for_line(process, "listening on")[-1].split()[-1]
-        wait_for_line(process, "ready: serving")
-        assert "gemserve_ready 1.0" in httpx.get(metrics).text
-        assert httpx.get(metrics.replace("/metrics", "/health")).status_code == 404
-        assert httpx.post(metrics).status_code == 405
-        assert httpx.get(metrics, headers={"host": "evil.example"}).status_code == 403
-        key = {"authorization": "Bearer secret"}
-        assert httpx.get(f"{main}/metrics", headers=key).status_code == 404
-        body = {"prompt": "a", "max_tokens": 400, "stream": True}
-        with httpx.stream("POST", f"{main}/v1/completions", json=body, timeout=60, headers=key) as response:
-            chunks = response.iter_text()
-            next(chunks)
-            process.send_signal(signal.SIGTERM)
-            deadline = time.monotonic() + 60
-            while "gemserve_draining 1.0" not in (text := httpx.get(metrics).text):
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-            assert "gemserve_ready 0.0" in text
-            assert "gemserve_requests_running 1.0" in text
-            assert "[DONE]" in "".join(chunks)
-        process.communicate(timeout=60)
-    assert process.returncode == 0
-
-
-def test_a_metrics_port_that_is_taken_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with start("endless", metrics_port=str(port)) as process:
-            _, error = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use; choose another --metrics-port or --host" in error
-
-
-def test_a_log_in_json_is_json_from_the_first_line_to_the_last() -> None:
-    with start("fake_model", step_timeout=1, log_format="json", log_stats_interval="0.2") as process:
-        lines = wait_for_line(process, "listening on")
-        port = int(json.loads(lines[-1])["message"].rsplit(":", 1)[1])
-        lines += wait_for_line(process, "ready: serving")
-        url = f"http://127.0.0.1:{port}/v1/completions"
-        httpx.post(url, json={"prompt": "a", "max_tokens": 60}, timeout=60).raise_for_status()
-        httpx.post(url, json={"prompt": [BOS, HANG], "max_tokens": 2}, timeout=60)
-        _, rest = process.communicate(timeout=60)
-    entries = [json.loads(line) for line in (*lines, *rest.splitlines())]
-    assert process.returncode == 1
-    assert "Gemma Terms of Use" in entries[0]["message"]
-    assert all(entry.keys() >= {"timestamp", "level", "logger", "message"} for entry in entries)
-    assert [entry["generated_tokens"] for entry in entries if entry.get("outcome") == "length"] == [60]
-    assert any(entry["logger"] == "gemserve.stats" and entry["running"] == 1 for entry in entries)
-    assert entries[-1]["level"] == "critical"
-    assert entries[-1]["message"] == "EngineHungError: a step of the model did not end within 1 seconds"

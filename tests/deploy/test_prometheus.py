@@ -16,7 +16,7 @@ import httpx
 import pytest
 import yaml
 
-from tests.deploy import files
+from tests.deploy import prometheus_files as files
 from tests.http.cache.tiny_server import tiny_server
 from tests.http.live_server import LiveServer
 from tests.tiny import write_tiny_folder

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from server import metrics
 from server.metrics import ROUTES, route_template
 from tests.fakes import BOS, HANG, FakeRunner, fake_engine_factory
 from tests.http.live_server import LiveServer, live_server
@@ -22,7 +23,7 @@ PHASE = "0.001 0.005 0.01 0.025 0.05 0.1 0.25 0.5 1 2.5 5 10 30 60"
 SIZES = "1 2 5 10 20 50 100 200 500 1000 2000 5000 10000 20000 50000 100000 131072"
 POWERS = " ".join(str(2**i) for i in range(15))
 STREAMS = {"stream": {"true", "false"}}
-ENDPOINTS = {"endpoint": {"completions", "chat_completions"}}
+ENDPOINTS = {"endpoint": set(metrics.ENDPOINTS.values())}
 POOLS = {"pool": {"global", "local"}}
 KINDS = {"kind": {"prefill", "decode", "mixed"}}
 ANY: set[str] = set()

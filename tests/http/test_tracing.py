@@ -181,6 +181,22 @@ def test_traces_reach_a_collector_before_the_server_ends(path: str, monkeypatch:
     assert [span.name for span in resource.scope_spans[0].spans] == ["queue", "prefill", "decode", "text_completion fake-gemma"]
 
 
+def test_a_collector_that_does_not_answer_does_not_keep_the_server_from_ending(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("server.app.LAST_TRACES_SECONDS", 0.1)
+    answers = threading.Event()
+
+    class Stuck(OtelTracer):
+        def close(self) -> None:
+            answers.wait(60)
+
+    with live_server(tracer=Stuck(SimpleSpanProcessor(InMemorySpanExporter()))) as server:
+        server.complete(prompt="a", max_tokens=2)
+    answers.set()
+    assert "the last traces were not taken within 0.1 seconds" in caplog.text
+
+
 def test_tracing_is_off_unless_it_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     asked = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}
     assert load_tracer(Settings(), {}) is None

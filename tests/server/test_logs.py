@@ -4,13 +4,14 @@ import asyncio
 import io
 import json
 import logging
+import warnings
 from typing import Any, cast
 
 import pytest
 
 from server.engine.async_engine import AsyncEngine
 from server.engine.stats import EngineStats
-from server.logs import make_formatter, with_fields
+from server.logs import configure_logging, make_formatter, with_fields
 from server.metrics import Metrics
 from server.settings import Settings
 from server.stats_log import log_stats
@@ -52,6 +53,22 @@ def test_json_is_one_object_per_line_with_fields_of_their_own() -> None:
         line = formatter.format(record(logging.ERROR, exc_info=(ValueError, error, error.__traceback__)))
     assert "\n" not in line
     assert json.loads(line)["exception"].endswith("ValueError: two\nlines é")
+
+
+def test_a_json_log_takes_warnings_of_python_in() -> None:
+    root, stream = logging.getLogger(), io.StringIO()
+    before = root.handlers[:], root.level
+    try:
+        configure_logging("info", "json", stream)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.warn("old\nthing", stacklevel=1)
+        logging.getLogger("gemserve.x").debug("not shown")
+    finally:
+        logging.captureWarnings(False)
+        root.handlers[:], root.level = before
+    (line,) = stream.getvalue().splitlines()
+    assert "old\nthing" in json.loads(line)["message"]
 
 
 class Engine:

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.deploy import files
+from tests.deploy import prometheus_files as files
 from tests.http.live_server import LiveServer, live_server
 
 EXPRESSIONS = [*files.panel_expressions(), *files.rule_expressions()]
