@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
+import anyio
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -74,6 +75,7 @@ class Metrics:
     def __init__(self, settings: Settings) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # else every counter has a second series with its time of creation
         self.registry = registry = CollectorRegistry()
+        self.render_limiter = anyio.CapacityLimiter(1)
         ProcessCollector(registry=registry)
         GCCollector(registry=registry)
 
@@ -161,6 +163,7 @@ class Metrics:
             self.grammars.labels(kind)
 
     def render(self) -> bytes:
+        """In any thread."""
         return generate_latest(self.registry)
 
     def observe_http(self, method: str, route: str, status: int, seconds: float) -> None:

@@ -80,7 +80,7 @@ def create_router(*, serves_metrics: bool = True) -> APIRouter:
 
         @router.get("/metrics")
         async def metrics(request: Request) -> Response:
-            return metrics_response(state_of(request).metrics)
+            return await metrics_response(state_of(request).metrics)
 
     @router.get("/version", responses={200: {"model": VersionResponse}})
     async def version(request: Request) -> Response:

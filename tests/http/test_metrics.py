@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from prometheus_client import Metric
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from server import metrics
 from server.metrics import ROUTES, route_template
@@ -236,6 +238,40 @@ def test_a_scrape_does_not_wait_for_a_step_that_hangs() -> None:
                 thread.join(60)
         assert [answer.status_code for answer in answers] == [200, 200]
         server.wait_for(server.is_idle, seconds=60)
+
+
+class SlowCollector(Collector):
+    def __init__(self) -> None:
+        self.asked, self.released = threading.Event(), threading.Event()
+
+    def collect(self) -> Iterator[Metric]:
+        self.asked.set()
+        assert self.released.wait(60)
+        yield GaugeMetricFamily("slow", "Took its time.", value=1)
+
+    def describe(self) -> list[Metric]:
+        return []
+
+
+def test_nobody_waits_for_a_scrape() -> None:
+    slow = SlowCollector()
+    texts: list[str] = []
+    with live_server() as server:
+        server.app.state.server.metrics.registry.register(slow)
+        scrapes = [
+            threading.Thread(target=lambda: texts.append(httpx.get(f"{server.url}/metrics", timeout=120).text)) for _ in range(3)
+        ]
+        for scrape in scrapes:
+            scrape.start()
+        try:
+            assert slow.asked.wait(60)
+            server.check_alive()
+            assert not texts
+        finally:
+            slow.released.set()
+            for scrape in scrapes:
+                scrape.join(60)
+        assert ["\nslow 1.0\n" in text for text in texts] == [True] * 3
 
 
 def test_metrics_can_have_a_port_of_their_own(server: LiveServer) -> None:

@@ -23,7 +23,7 @@ def test_a_loaded_model_is_described(tiny_folder: Path) -> None:
         model = labels("model_info")
         assert len(model.pop("fingerprint")) >= 16
         assert model == {
-            "model": "tiny",
+            "model": tiny_folder.name,
             "architecture": "Gemma3ForCausalLM",
             "dtype": "float32",
             "quantization": "none",
