@@ -19,9 +19,9 @@ from model.host import available_memory, cpu_computes_bfloat16
 from model.kv_cache import KVCache
 from model.kv_cache_spec import KVCachePlan, KVCacheSpec
 from model.ops import Ops, select_ops
-from model.sampler import NOT_FINITE, Sampler
+from model.sampler import Sampler
 from model.sampling_params import SamplingParams
-from model.sequence_chunk import ChunkResult, SequenceChunk
+from model.sequence_chunk import NOT_FINITE, ChunkResult, SequenceChunk, StepMemoryError
 
 if TYPE_CHECKING:
     from model.checkpoint.base import Checkpoint
@@ -142,9 +142,21 @@ class ModelRunner:
             self.run([SequenceChunk(token_ids, start, [1], [1], sampling, samples=True)])
         self.sample_seconds = 0.0
 
-    @torch.inference_mode()
     def run(self, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
-        """Run one step; one result per chunk, in order."""
+        """Run one step; one result per chunk, in order. Raises StepMemoryError."""
+        try:
+            return self._run(chunks)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error)
+        # Not before here: the frames of the caught exception hold the tensors of the failed step.
+        if self.ops.device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise StepMemoryError(reason)
+
+    @torch.inference_mode()
+    def _run(self, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
         if not chunks:
             return []
         batch, hidden = self._forward(chunks)
@@ -200,6 +212,13 @@ class ModelRunner:
                     results[index].prompt_logprobs.append(entry)
                 else:
                     results[index].error = NOT_FINITE
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """torch has a type for it on CUDA alone; on CPUs only the text tells."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return any(text in str(error) for text in ("can't allocate memory", "not enough memory", "Cannot allocate memory"))
 
 
 def _slices(items: Sequence[T]) -> Iterator[Sequence[T]]:

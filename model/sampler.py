@@ -16,9 +16,8 @@ import torch
 from model.grammar_state import GrammarFault
 from model.ops import Ops
 from model.ops.reference import inverse_cdf
-from model.sequence_chunk import ChunkResult, SequenceChunk, TokenLogprobs
+from model.sequence_chunk import NOT_FINITE, ChunkResult, SequenceChunk, TokenLogprobs
 
-NOT_FINITE = "The model's logits are not finite for this sequence."
 NOTHING_LEFT = (
     "No token is left to draw: allowed_token_ids, logit_bias, stop_token_ids, min_tokens and the grammar exclude every token."
 )

@@ -7,6 +7,13 @@ from typing import Protocol
 from model.grammar_state import GrammarState
 from model.sampling_params import SamplingParams
 
+NOT_FINITE = "The model's logits are not finite for this sequence."  # the error of a ChunkResult
+
+
+class StepMemoryError(Exception):
+    """The device has no memory for a step. Nothing has happened but writes to blocks of the step's own sequences, so that the
+    same chunks may be run again, fewer or shorter ones at a time."""
+
 
 @dataclass(slots=True)
 class SequenceChunk:

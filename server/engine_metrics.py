@@ -101,6 +101,7 @@ def _work(stats: EngineStats) -> Iterator[Metric]:
     yield _counter("prefill_tokens", "Prompt tokens really computed, again after a preemption.", stats.prefill_tokens_total)
     yield _counter("preemptions", "Sequences sent back to the queue for lack of blocks.", stats.preemptions_total)
     yield _counter("numerical_faults", "Sequences ended by non-finite logits.", stats.numerical_faults_total)
+    yield _counter("memory_faults", "Steps, or parts of one, that found no memory.", stats.memory_faults_total)
 
 
 def _cache(stats: EngineStats) -> Iterator[Metric]:

@@ -14,7 +14,7 @@ from tokenizers.models import BPE
 
 from model.kv_cache_spec import KVCacheSpec
 from model.sampling_params import SamplingParams
-from model.sequence_chunk import ChunkResult, SequenceChunk, TokenLogprobs
+from model.sequence_chunk import NOT_FINITE, ChunkResult, SequenceChunk, StepMemoryError, TokenLogprobs
 from server.engine.async_engine import AsyncEngine, EngineLimits
 from server.engine.core import EngineCore
 from server.engine.kv_manager import KVCacheManager
@@ -29,7 +29,7 @@ PAD, EOS, BOS, UNK, START_OF_TURN, END_OF_TURN = 0, 1, 2, 3, 105, 106
 FIRST_BYTE = 120
 FIRST_TEXT = FIRST_BYTE + 256
 # Runs of these tokens in a prompt tell the runner to fail, see FakeRunner.
-HANG, CRASH, POISON = 97, 98, 99
+HUNGRY, HANG, CRASH, POISON = 96, 97, 98, 99
 
 _WORDS = ["▁the", "▁Paris", "▁is", "▁a", "ing", "▁10", "11", "▁né", "▁—", "▁日本", "ed", "▁and"]
 _CHARACTERS = [*"▁abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:;!?'\"-()/<>_"]
@@ -89,8 +89,8 @@ def token_logprobs(prefix: Sequence[int], token_id: int, num_top: int) -> TokenL
 @dataclass
 class FakeRunner:
     """Each step takes ``step_delay`` seconds, and ``token_delay`` more per token. A prompt with POISON fails alone, one with
-    CRASH takes the engine down, one with HANG stops the step until ``released`` is set; each after as many tokens as the prompt
-    holds of it, less one."""
+    CRASH takes the engine down, one with HANG stops the step until ``released`` is set, one with HUNGRY finds no memory; each
+    after as many tokens as the prompt holds of it, less one."""
 
     step_delay: float = 0.0
     token_delay: float = 0.0
@@ -116,10 +116,12 @@ class FakeRunner:
             return result
         if CRASH in prompt and num_output >= prompt.count(CRASH) - 1:
             raise RuntimeError("injected failure of the model step in /secret/path")
+        if HUNGRY in prompt and num_output >= prompt.count(HUNGRY) - 1:
+            raise StepMemoryError("injected lack of memory")
         if HANG in prompt and num_output >= prompt.count(HANG) - 1:
             self.released.wait(60)
         if POISON in prompt and num_output >= prompt.count(POISON) - 1:
-            return ChunkResult(error="the logits are not finite")
+            return ChunkResult(error=NOT_FINITE)
         token = self._sample(tokens, num_output, chunk.sampling)
         if chunk.grammar is not None:
             mask = chunk.grammar.mask()

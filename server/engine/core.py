@@ -3,15 +3,19 @@
 The only place that hands work to a model runner. Everything it owns may be touched by one thread only.
 """
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from model.sequence_chunk import Runner, SequenceChunk
+from model.sequence_chunk import ChunkResult, Runner, SequenceChunk, StepMemoryError
 from server.engine.kv_manager import KVCacheManager
+from server.engine.memory import run_within_memory
 from server.engine.request import GenerationSpec, Request, RequestTimings
 from server.engine.scheduler import RequestEvent, ScheduledChunk, Scheduler, SchedulerConfig
 from server.engine.stats import EngineStats, StepStats
+
+logger = logging.getLogger("gemserve.engine")
 
 # A step that also prefills may take this many times a decode-only step: running streams then pause less than five times their
 # usual gap, with room for the noise of the measurement.
@@ -99,7 +103,7 @@ class EngineCore:
         self.stats.last_step_timestamp = time.time()
         sampled = self._sample_seconds()
         before_run = self._clock()
-        results = self._runner.run(chunks)
+        results = self._run(chunks, num_tokens)
         after_run = self._clock()
         events = expired + self.scheduler.update(batch, results)
         self._forget_finished(events)
@@ -110,6 +114,20 @@ class EngineCore:
         self._count(self.last_step)
         self._after_change()
         return events
+
+    def _run(self, chunks: list[SequenceChunk], num_tokens: int) -> list[ChunkResult]:
+        """Out of memory, a step runs in parts, and later ones prefill less: half as much, then one token more in each step."""
+        faults = self.stats.memory_faults_total
+
+        def count(error: StepMemoryError) -> None:
+            if self.stats.memory_faults_total == faults:
+                logger.error("a step of %d tokens ran out of memory and is run in parts: %s", num_tokens, error)
+            self.stats.memory_faults_total += 1
+
+        results = run_within_memory(self._runner, chunks, count)
+        limit = self.scheduler.max_step_tokens + 1 if self.stats.memory_faults_total == faults else num_tokens // 2
+        self.scheduler.max_step_tokens = min(max(limit, self._kv.block_size), self.scheduler.config.max_num_batched_tokens)
+        return results
 
     def _forget_finished(self, events: list[RequestEvent]) -> None:
         for request, _ in events:

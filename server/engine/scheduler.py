@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from model.sequence_chunk import ChunkResult
+from model.sequence_chunk import NOT_FINITE, ChunkResult
 from server.engine.kv_manager import KVCacheManager
 from server.engine.request import FinishReason, Request, RequestExpiredError, RequestFailedError, RequestStatus, TokenOutput
 from server.engine.stats import EngineStats, StepKind
@@ -79,6 +79,7 @@ class Scheduler:
         self.stats = EngineStats()
         # Prefill tokens in a step that also decodes; the step loop lowers it so that prefills don't stall running streams.
         self.mixed_prefill_tokens = config.max_num_batched_tokens
+        self.max_step_tokens = config.max_num_batched_tokens  # of a step that prefills; less after one found no memory
         # A share of the pool is left free at admission, so that what runs can grow before anything is preempted.
         self._watermark = kv.global_pool.num_usable // 100
 
@@ -103,7 +104,7 @@ class Scheduler:
         """Choose the next step's chunks and allocate their blocks."""
         batch = ScheduledBatch()
         self._schedule_decodes(batch)
-        budget = self.config.max_num_batched_tokens - batch.num_tokens
+        budget = self.max_step_tokens - batch.num_tokens
         if batch.chunks:
             budget = min(budget, self.mixed_prefill_tokens)
         budget -= self._schedule_prefills(batch, budget)
@@ -227,7 +228,7 @@ class Scheduler:
                 self.stats.prefill_tokens_total += chunk.num_tokens
             request.num_computed_tokens += chunk.num_tokens
             if result.error is not None:
-                self.stats.numerical_faults_total += 1
+                self.stats.numerical_faults_total += result.error == NOT_FINITE
                 self._finish(request)
                 events.append((request, RequestFailedError(result.error)))
                 continue

@@ -64,5 +64,6 @@ class EngineStats:
     # Admissions whose hit ended because this pool no longer (or never) held the next block it needed.
     prefix_limited_total: dict[str, int] = field(default_factory=lambda: {"global": 0, "local": 0})
     numerical_faults_total: int = 0
+    memory_faults_total: int = 0  # runs of a step, or of a part of one, that found no memory
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
     pools: dict[str, PoolStats] = field(default_factory=lambda: {name: PoolStats() for name in POOLS})

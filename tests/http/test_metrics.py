@@ -84,6 +84,7 @@ COUNTERS: dict[str, dict[str, set[str]]] = {
     "spec_decode_accepted_tokens_per_position": {},  # a series for each position that was ever drafted
     "structured_output_requests": {"kind": {"json", "regex", "choice", "grammar"}},
     "numerical_faults": {},
+    "memory_faults": {},
 }
 HISTOGRAMS: dict[str, tuple[dict[str, set[str]], str]] = {
     "http_request_duration_seconds": ({"route": set(ROUTES)}, DURATION),

@@ -11,9 +11,10 @@ from model.checkpoint import open_checkpoint
 from model.errors import ConfigError
 from model.gemma3 import Gemma3
 from model.kv_cache_spec import KVCachePlan
+from model.ops.reference import ReferenceOps
 from model.runner import ModelRunner, resolve_dtype
 from model.sampling_params import SamplingParams
-from model.sequence_chunk import SequenceChunk
+from model.sequence_chunk import SequenceChunk, StepMemoryError
 from tests.model.harness import GREEDY, Harness, TestSequence
 from tests.model.tiny_models import TINY_FOLDER, random_model, random_prompt
 
@@ -199,3 +200,41 @@ def test_a_target_without_a_token_fails_alone() -> None:
     assert results[0].token_ids == []
     assert results[1].error is None
     assert len(results[1].prompt_logprobs) == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        MemoryError(),
+    ],
+    ids=["cpu", "cuda", "host"],
+)
+def test_a_lack_of_memory_is_told_and_the_same_step_can_be_run_again(
+    model: Gemma3, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    harness = Harness(model, ReferenceOps(CPU, torch.float32), block_size=4, num_tokens=80)
+    sequence = TestSequence(random_prompt(20))
+    chunk = harness.chunk(sequence, 20)
+    (expected,) = harness.runner.run([chunk])
+
+    def fail(*args: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner_module, "build_batch", fail)
+        with pytest.raises(StepMemoryError):
+            harness.runner.run([chunk])
+    assert harness.runner.run([chunk]) == [expected]
+
+
+def test_another_fault_is_no_lack_of_memory(model: Gemma3, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(model, ReferenceOps(CPU, torch.float32), block_size=4, num_tokens=80)
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr(runner_module, "build_batch", fail)
+    with pytest.raises(RuntimeError, match="mat1"):
+        harness.runner.run([harness.chunk(TestSequence(random_prompt(20)), 20)])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from model.grammar_state import Grammar, GrammarFault
 from model.kv_cache_spec import KVCacheSpec
 from model.sampling_params import SamplingParams
-from model.sequence_chunk import ChunkResult, SequenceChunk, TokenLogprobs
+from model.sequence_chunk import ChunkResult, SequenceChunk, StepMemoryError, TokenLogprobs
 from server.engine.core import EngineCore
 from server.engine.kv_manager import KVCacheManager
 from server.engine.request import GenerationSpec, RequestFailedError, TokenOutput
@@ -35,11 +35,16 @@ class CheckingRunner:
         self.steps: list[list[SequenceChunk]] = []
         self.num_computed: dict[tuple[int, ...], int] = {}
         self.fail_at_step: int | None = None
+        self.memory: int | None = None  # tokens that one run has memory for
+        self.num_refused = 0
 
     def run(self, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
         self.steps.append(list(chunks))
         if self.fail_at_step is not None and len(self.steps) > self.fail_at_step:
             raise RuntimeError("planted fault")
+        if self.memory is not None and sum(len(chunk.token_ids) for chunk in chunks) > self.memory:
+            self.num_refused += 1
+            raise StepMemoryError("planted lack of memory")
         prefixes = [self._write(chunk) for chunk in chunks]
         return [self._read(chunk, prefix) for chunk, prefix in zip(chunks, prefixes, strict=True)]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from model.sampling_params import SamplingParams
-from model.sequence_chunk import ChunkResult, SequenceChunk
+from model.sequence_chunk import NOT_FINITE, ChunkResult, SequenceChunk
 from server.engine.async_engine import AsyncEngine, EngineLimits
 from server.engine.core import EngineCore
 from server.engine.request import (
@@ -27,7 +27,7 @@ class FaultyRunner(CheckingRunner):
         results = super().run(chunks)
         for chunk, result in zip(chunks, results, strict=True):
             if chunk.prompt_token_ids[0] == 666:
-                result.error = "The logits are not finite."
+                result.error = NOT_FINITE
         return results
 
 

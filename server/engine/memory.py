@@ -1,0 +1,45 @@
+"""Runs a step that the device has no memory for in parts: half of its chunks at a time, then half of a chunk's tokens, and so on.
+A single token that still does not fit fails its own sequence. Imports no torch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from model.sequence_chunk import ChunkResult, Runner, SequenceChunk, StepMemoryError
+
+NO_MEMORY = "The server ran out of memory while it computed this request."
+
+
+def run_within_memory(
+    runner: Runner, chunks: Sequence[SequenceChunk], on_fault: Callable[[StepMemoryError], None]
+) -> list[ChunkResult]:
+    """One result per chunk, in order; the same as of ``runner.run``. ``on_fault`` is told each time that memory ran out.
+
+    Parts may run one after the other because a chunk reads no blocks but those of its own sequence, earlier ones first.
+    """
+    try:
+        return runner.run(chunks)
+    except StepMemoryError as error:
+        on_fault(error)
+    if len(chunks) > 1:
+        half = len(chunks) // 2
+        return [
+            *run_within_memory(runner, chunks[:half], on_fault),
+            *run_within_memory(runner, chunks[half:], on_fault),
+        ]
+    (chunk,) = chunks
+    if len(chunk.token_ids) == 1:
+        return [ChunkResult(error=NO_MEMORY)]
+    parts = [run_within_memory(runner, [part], on_fault)[0] for part in _halves(chunk)]
+    failure = next((part.error for part in parts if part.error is not None), None)
+    prompt_logprobs = [entry for part in parts for entry in part.prompt_logprobs]
+    return [replace(parts[-1], prompt_logprobs=prompt_logprobs, error=failure)]
+
+
+def _halves(chunk: SequenceChunk) -> tuple[SequenceChunk, SequenceChunk]:
+    """The block tables of a chunk hold all that its tokens need, so they do for each half."""
+    half = len(chunk.token_ids) // 2
+    first = replace(chunk, token_ids=chunk.token_ids[:half], samples=False, prompt_targets=chunk.prompt_targets[:half])
+    second = replace(
+        chunk, token_ids=chunk.token_ids[half:], start=chunk.start + half, prompt_targets=chunk.prompt_targets[half:]
+    )
+    return first, second
