@@ -4,11 +4,13 @@ cache that cannot be written costs a warning, never the start. Imports no torch.
 """
 
 import atexit
+import contextlib
 import hashlib
 import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from model.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 DIGEST_LENGTH = 64
+UNFINISHED = ".writing-"
+LEFT_OVER_SECONDS = 600.0
 
 
 def cached_tokenizer(key: str, build: Callable[[], str], cache_dir: Path) -> Path:
@@ -52,9 +56,18 @@ def _write_temporary(key: str, content: bytes) -> Path:
         ) from error
 
 
+def _remove_left_overs(folder: Path) -> None:
+    """Of writers that were killed. One that is at work has a young file."""
+    for file in folder.glob(f"{UNFINISHED}*"):
+        with contextlib.suppress(FileNotFoundError):  # another start was quicker
+            if file.stat().st_mtime < time.time() - LEFT_OVER_SECONDS:
+                file.unlink()
+
+
 def _write(folder: Path, key: str, content: bytes) -> Path:
+    _remove_left_overs(folder)
     target = folder / f"{key}-{hashlib.sha256(content).hexdigest()}.json"
-    descriptor, name = tempfile.mkstemp(dir=folder, prefix=".writing-")
+    descriptor, name = tempfile.mkstemp(dir=folder, prefix=UNFINISHED)
     try:
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(content)

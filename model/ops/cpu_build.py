@@ -1,6 +1,7 @@
 """Compiles the C++ kernels on first use and loads them: one shared library without any tie to torch's or Python's headers, called
-through ctypes, so that it builds in seconds. It lives in the cache directory under a key of everything it depends on; concurrent
-starts build it once. ``python -m model.ops.cpu_build`` builds every variant ahead of time, for an image.
+through ctypes, so that it builds in seconds. It lives in the cache directory under a key of everything it depends on, and ends
+with the SHA-256 of its own content: damage is noticed before it is mapped, and repaired. Concurrent starts build it once.
+``python -m model.ops.cpu_build`` builds every variant ahead of time, for an image.
 
 Variants differ in the instructions that they use, never in their source. AVX2 is the one that is tested on hardware; the AVX-512
 variants are the same kernels over wider vectors.
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent / "cpp"
 # -ffp-contract=off: only the fused multiply-adds that the source asks for, so that results do not depend on the compiler's mood.
 COMMON_FLAGS = ("-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra")
+DIGEST_BYTES = 32
 OPTIMISED = ("-O3",)
 SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -74,7 +76,7 @@ def _source_files() -> list[Path]:
 
 
 def library_path(variant: Variant, cache_dir: Path, *, sanitize: bool = False) -> Path:
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(b"sealed\0")
     for file in sorted(SOURCES.iterdir()):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     for word in (*COMMON_FLAGS, *(SANITIZED if sanitize else OPTIMISED), *variant.compiler_flags):
@@ -85,7 +87,7 @@ def library_path(variant: Variant, cache_dir: Path, *, sanitize: bool = False) -
 def build(variant: Variant, cache_dir: Path, *, sanitize: bool = False) -> Path:
     """The compiled library of a variant, built unless it is in the cache. Raises BuildError."""
     target = library_path(variant, cache_dir, sanitize=sanitize)
-    if target.exists():
+    if _is_whole(target):
         return target
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
@@ -93,7 +95,9 @@ def build(variant: Variant, cache_dir: Path, *, sanitize: bool = False) -> Path:
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with _locked(target.with_suffix(".lock")):
-            if not target.exists():
+            if not _is_whole(target):
+                if target.exists():
+                    logger.warning("The compiled CPU kernels %s are damaged and are built again.", target)
                 logger.info("Compiling the CPU kernels (%s) into %s; this happens once.", variant.name, target)
                 _compile(compiler, variant, target, SANITIZED if sanitize else OPTIMISED)
     except OSError as error:
@@ -101,6 +105,23 @@ def build(variant: Variant, cache_dir: Path, *, sanitize: bool = False) -> Path:
             f"the kernels cannot be built in {cache_dir} ({error}); set GEMSERVE_CACHE to a writable folder"
         ) from error
     return target
+
+
+def _is_whole(library: Path) -> bool:
+    try:
+        content = library.read_bytes()
+    except OSError:  # absent, or unreadable and to be replaced
+        return False
+    return hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]
+
+
+def _seal(library: Path) -> None:
+    """Loaders don't look at what stands behind the end of a library."""
+    digest = hashlib.sha256(library.read_bytes()).digest()
+    with library.open("ab") as stream:
+        stream.write(digest)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 @contextmanager
@@ -112,8 +133,11 @@ def _locked(file: Path) -> Iterator[None]:
 
 def _compile(compiler: str, variant: Variant, target: Path, mode: tuple[str, ...]) -> None:
     flags = (*COMMON_FLAGS, *mode, *variant.compiler_flags)
+    prefix = f"build-{target.stem}-"
+    for left_over in target.parent.glob(f"{prefix}*"):  # of a build that was killed: the lock is ours
+        shutil.rmtree(left_over, ignore_errors=True)
     # Next to the target, so that the last step is a rename on one file system.
-    with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as folder:
 
         def compile_one(source: Path) -> str:
             result = str(Path(folder) / f"{source.stem}.o")
@@ -125,6 +149,7 @@ def _compile(compiler: str, variant: Variant, target: Path, mode: tuple[str, ...
         library = Path(folder) / target.name
         sanitizers = [flag for flag in mode if flag.startswith("-fsanitize")]
         _run([compiler, "-shared", *sanitizers, *objects, "-pthread", "-o", str(library)])
+        _seal(library)
         library.replace(target)
 
 

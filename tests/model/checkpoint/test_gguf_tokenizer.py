@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -142,6 +143,36 @@ def test_an_interrupted_write_leaves_no_entry(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         cached_tokenizer("key", Builder(), tmp_path)
     assert list((tmp_path / "tokenizers").iterdir()) == []
+
+
+def test_what_a_killed_start_has_left_half_written_is_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizers"
+    folder.mkdir()
+    old, young = folder / ".writing-old", folder / ".writing-young"  # the second one is being written by another start
+    for file in (old, young):
+        file.write_text('{"conv')
+    os.utime(old, (0, 0))
+    entry = cached_tokenizer("key", Builder(), tmp_path)
+    assert sorted(folder.iterdir()) == sorted([entry, young])
+
+
+def test_a_full_disk_under_the_cache_costs_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_to_disk, cache = os.fsync, str(tmp_path / "tokenizers")
+
+    def full_there(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(cache):
+            raise OSError(28, "No space left on device")
+        write_to_disk(descriptor)
+
+    monkeypatch.setattr("os.fsync", full_there)
+    file = cached_tokenizer("key", Builder(), tmp_path)
+    assert json.loads(file.read_text(encoding="utf-8")) == {"converted": "é"}
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "No space left on device" in caplog.text
+    assert list((tmp_path / "tokenizers").iterdir()) == [], "nothing half-written is left"
+    shutil.rmtree(file.parent)
 
 
 def test_a_cache_that_cannot_be_written_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,9 @@
 """Compiling the kernels: cached, built once under concurrent starts, and never in the way of a machine that cannot."""
 
+import ctypes
 import logging
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +14,8 @@ import torch
 from model.ops import cpu_build, select_ops
 from model.ops.reference import ReferenceOps
 from tests.model.ops_cpu.harness import needs_kernels
+
+VARIANT = cpu_build.VARIANTS[-1]
 
 
 def test_no_compiler_means_the_reference_and_one_warning(
@@ -68,6 +73,74 @@ def test_concurrent_starts_build_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [start.returncode for start in starts] == [0, 0, 0], logs
     assert sum("Compiling" in log for log in logs) == 1
     assert sorted(file.suffix for file in (tmp_path / "cache").iterdir()) == [".lock", ".so"]
+
+
+@pytest.fixture
+def small_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The kernels are one function, 64 KiB of data and quickly compiled. The folder of the cache."""
+    sources = tmp_path / "cpp"
+    sources.mkdir()
+    numbers = ",".join(map(str, range(1, 16385)))
+    (sources / "tiny.cpp").write_text(f'extern "C" {{ int data[] = {{{numbers}}}; int answer() {{ return data[41]; }} }}\n')
+    monkeypatch.setattr(cpu_build, "SOURCES", sources)
+    return tmp_path / "cache"
+
+
+@needs_kernels
+def test_a_damaged_library_is_noticed_before_it_is_loaded_and_built_again(
+    small_source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = cpu_build.build(VARIANT, small_source)
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    for damaged in (b"", whole[: len(whole) // 2], whole[:-1], bytes(flipped)):
+        path.write_bytes(damaged)  # as after a crash of the machine, or on a failing disk
+        caplog.clear()
+        assert cpu_build.build(VARIANT, small_source) == path
+        assert "damaged" in caplog.text
+        assert len(path.read_bytes()) == len(whole)
+    assert ctypes.CDLL(str(path)).answer() == 42
+    caplog.clear()
+    assert cpu_build.build(VARIANT, small_source) == path
+    assert caplog.text == ""
+
+
+@needs_kernels
+def test_a_start_that_is_killed_while_it_compiles_leaves_nothing_to_the_next_one(
+    small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text('#!/bin/sh\nfor last; do :; done\necho half of it > "$last"\nkill -9 $PPID\n')
+    compiler.chmod(0o755)
+    script = (
+        "from pathlib import Path; from model.ops import cpu_build\n"
+        f"cpu_build.SOURCES = Path({str(cpu_build.SOURCES)!r})\n"
+        f"cpu_build.build(cpu_build.VARIANTS[-1], Path({str(small_source)!r}))\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script], env={**os.environ, "CXX": str(compiler)}, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert [file for file in small_source.iterdir() if file.is_dir()], "the half-written files"
+    path = cpu_build.build(VARIANT, small_source)
+    assert ctypes.CDLL(str(path)).answer() == 42
+    assert sorted(file.suffix for file in small_source.iterdir()) == [".lock", ".so"]
+
+
+@needs_kernels
+def test_a_full_disk_means_the_reference_and_one_warning(small_source: Path) -> None:
+    """The limit of the size of files stands for the disk: the compiler itself cannot write its output."""
+    script = (
+        "import logging, resource; from pathlib import Path; import torch; from model.ops import cpu_build, select_ops\n"
+        "logging.basicConfig(level=logging.WARNING)\n"
+        f"cpu_build.SOURCES = Path({str(cpu_build.SOURCES)!r})\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "print(type(select_ops(torch.device('cpu'), torch.float32)).__name__)\n"
+    )
+    environ = {**os.environ, "GEMSERVE_CACHE": str(small_source)}
+    start = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True)
+    assert start.stdout == "ReferenceOps\n"
+    assert start.stderr.count("WARNING") == 1
+    assert [file.suffix for file in small_source.iterdir()] == [".lock"]
 
 
 def test_the_key_follows_sources_and_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
