@@ -1,12 +1,14 @@
 """Admission control: how many sequences and prompt tokens may be in the server at once. What is beyond the limits is refused
-at once, with a Retry-After worked out from how fast work has been leaving; what is admitted is admitted whole.
+at once, with a Retry-After worked out from how fast work has been leaving, and what was refused before is let come back first;
+what is admitted is admitted whole.
 
 Kept by the event loop, which knows every request from its arrival on: no decision depends on how far the engine's thread is.
 """
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from server.errors import RETRY_AFTER_SECONDS, ApiError, Rejection, server_overloaded
 
@@ -34,18 +36,42 @@ class DrainRate:
         self._amount += amount
         self._last = self._clock()
 
-    def seconds_for(self, amount: int) -> int:
-        """Whole seconds until so much has left, within 1 and MAX_RETRY_AFTER_SECONDS; a guess while nothing was measured."""
+    @property
+    def per_second(self) -> float:
+        """0.0 while nothing was measured."""
         left, seconds = self._decayed()
-        if left <= 0 or seconds <= 0:
+        return left / seconds if left > 0 and seconds > 0 else 0.0
+
+    def seconds_for(self, amount: float) -> int:
+        """Whole seconds until so much has left, within 1 and MAX_RETRY_AFTER_SECONDS; a guess while nothing was measured."""
+        rate = self.per_second
+        if not rate:
             return RETRY_AFTER_SECONDS
-        exact = round(amount * seconds / left, 3)
+        exact = round(amount / rate, 3)
         return math.ceil(min(MAX_RETRY_AFTER_SECONDS, max(1.0, exact)))
 
     def _decayed(self) -> tuple[float, float]:
         elapsed = self._clock() - self._last
         decay = math.exp(-elapsed / _RATE_SECONDS)
         return self._amount * decay, self._seconds * decay + elapsed
+
+
+class Crowd:
+    """Sequences that were refused and told when to come back, one after the other as fast as work leaves: a crowd that came back
+    all at once, again and again, would cost the time that the admitted need."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._amount = 0.0
+        self._last = clock()
+
+    def join(self, amount: int, per_second: float) -> float:
+        """How much is expected back before ``amount`` more. Nobody is sent away for longer than the longest Retry-After."""
+        now = self._clock()
+        ahead = min(self._amount, per_second * MAX_RETRY_AFTER_SECONDS) - per_second * (now - self._last)
+        ahead = max(0.0, ahead)
+        self._amount, self._last = ahead + amount, now
+        return ahead
 
 
 class AdmissionControl:
@@ -64,9 +90,11 @@ class AdmissionControl:
         self.num_tokens = 0
         self._max_queued_prompt_tokens = max_queued_prompt_tokens
         self._num_body_bytes = 0
+        self._num_text_works = 0
         self._status = status
         self._request_rate = DrainRate(clock)
         self._token_rate = DrainRate(clock)
+        self._crowd = Crowd(clock)
 
     def ticket(self, running_limit: int) -> "Ticket":
         """A ticket for one HTTP request, still without work. ``running_limit``: sequences that the engine can run at once."""
@@ -79,7 +107,8 @@ class AdmissionControl:
         fits_alone = num_requests <= limit
         if self.max_queued_requests and excess > 0 and (fits_alone or self.num_requests > running_limit):
             message = f"The server is at its limit of {self.max_queued_requests} waiting requests. Try again later."
-            raise self._refusal(message, self._request_rate.seconds_for(min(excess, self.num_requests)), "queue_full")
+            ahead = self._crowd.join(num_requests, self._request_rate.per_second)
+            raise self._refusal(message, self._request_rate.seconds_for(min(excess, self.num_requests) + ahead), "queue_full")
 
     def check_tokens(self, num_tokens: int) -> None:
         """The same for prompt tokens."""
@@ -92,16 +121,29 @@ class AdmissionControl:
     def _refusal(self, message: str, retry_after: int, reason: Rejection) -> ApiError:
         return server_overloaded(self._status, message, retry_after, reason)
 
-    def body_arrived(self, num_bytes: int) -> None:
-        """A part of a body came in. Raises ApiError when all bodies that are still coming in take too much memory; the part
-        counts all the same until ``body_done``."""
+    def body(self) -> "BodyTicket":
+        """For one request's body, of unknown size. A context manager."""
+        return BodyTicket(self)
+
+    def hold_body_bytes(self, num_bytes: int) -> None:
+        """So many more; negative: given back. Raises ApiError when all bodies take too much memory; they count all the same."""
         self._num_body_bytes += num_bytes
-        if self._num_body_bytes > MAX_BUFFERED_BODY_BYTES:
-            message = "The server is receiving too many large requests at once. Try again later."
+        if num_bytes > 0 and self._num_body_bytes > MAX_BUFFERED_BODY_BYTES:
+            message = "The server holds too many large requests at once. Try again later."
             raise self._refusal(message, RETRY_AFTER_SECONDS, "queue_full")
 
-    def body_done(self, num_bytes: int) -> None:
-        self._num_body_bytes -= num_bytes
+    @contextlib.contextmanager
+    def text_work(self) -> Iterator[None]:
+        """Around the encoding or decoding of a text for its own sake, of which as many may wait as requests of generation. Raises
+        ApiError."""
+        if 0 < self.max_queued_requests <= self._num_text_works:
+            message = f"The server is at its limit of {self.max_queued_requests} texts in work. Try again later."
+            raise self._refusal(message, 1, "queue_full")
+        self._num_text_works += 1
+        try:
+            yield
+        finally:
+            self._num_text_works -= 1
 
     def enter(self, num_requests: int, num_tokens: int) -> None:
         if self.num_requests == 0:
@@ -121,6 +163,25 @@ class AdmissionControl:
             self._request_rate.observe(num_requests)
         if measure and num_tokens:
             self._token_rate.observe(num_tokens)
+
+
+class BodyTicket:
+    """The memory of one request's body, from its first byte until the request is answered or its stream begins."""
+
+    def __init__(self, control: AdmissionControl) -> None:
+        self._control = control
+        self._num_bytes = 0
+
+    def __enter__(self) -> "BodyTicket":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._control.hold_body_bytes(-self._num_bytes)
+
+    def arrived(self, num_bytes: int) -> None:
+        """A part came in. Raises ApiError."""
+        self._num_bytes += num_bytes
+        self._control.hold_body_bytes(num_bytes)
 
 
 class Ticket:

@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.admission import Ticket
+from server.admission import BodyTicket, Ticket
 from server.api.context import request_id_of, state_of
 from server.api.deadline import Deadline, header_timeout
 from server.api.generation import ChoiceEvent, GenerationPlan, GenerationRun
@@ -60,10 +60,10 @@ class _Endpoint(Generic[Body]):
         request_id.adopt(response_id)
         carrier = {name: request.headers[name] for name in PROPAGATION_HEADERS if name in request.headers}
         record = RequestRecord(state.metrics, self._name, response_id, request_id.value, state.tracer, carrier)
-        async with _counted(record):
+        async with _counted(record, state) as held:
             loaded = state.require_loaded()
             arrival, timeout = time.monotonic(), header_timeout(request.headers)
-            value = await read_json_object(request, state.admission, state.settings.read_timeout or None)
+            value = await read_json_object(request, held, state.settings.read_timeout or None)
             parsed = parse_request(self._body, value, strict_params=state.settings.strict_params)
             body = parsed.body
             record.stream = bool(body.stream)
@@ -129,10 +129,11 @@ async def _stream(
 
 
 @asynccontextmanager
-async def _counted(record: RequestRecord) -> AsyncIterator[None]:
-    """Every request is counted once: by its outcome, or as rejected by its reason."""
+async def _counted(record: RequestRecord, state: ServerState) -> AsyncIterator[BodyTicket]:
+    """Every request is counted once: by its outcome, or as rejected by its reason; and its body while it is read and used."""
     try:
-        yield
+        with state.admission.body() as held:
+            yield held
     except ApiError as error:
         if not record.is_finished:
             if error.rejection is None:

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.admission import BodyTicket
 from server.api.context import state_of
 from server.api.prompts import check_token_ids, encode_chat, in_thread
 from server.api.response_schemas import DetokenizeResponse, ErrorResponse, TokenizeResponse, TokenizerInfo
@@ -83,10 +84,10 @@ def _check_source(body: TokenizeRequest) -> None:
             raise invalid_request(message, param=surplus, code="invalid_value")
 
 
-async def _read(request: Request, model: type[Body]) -> tuple[LoadedEngine, ParsedRequest[Body]]:
+async def _read(request: Request, model: type[Body], held: BodyTicket) -> tuple[LoadedEngine, ParsedRequest[Body]]:
     state = state_of(request)
     loaded = state.require_loaded()
-    value = await read_json_object(request, state.admission, state.settings.read_timeout or None)
+    value = await read_json_object(request, held, state.settings.read_timeout or None)
     parsed = parse_request(model, value, strict_params=state.settings.strict_params)
     if parsed.body.model is not None and parsed.body.model not in loaded.model_names:
         raise model_not_found(parsed.body.model)
@@ -107,22 +108,28 @@ def create_router() -> APIRouter:
     )
     async def tokenize(request: Request) -> Response:
         """The tokens of a prompt or a chat, as the generation endpoints see it."""
-        loaded, parsed = await _read(request, TokenizeRequest)
-        _check_source(parsed.body)
-        return await _tokenize(state_of(request), loaded, parsed)
+        state = state_of(request)
+        with state.admission.body() as held:
+            loaded, parsed = await _read(request, TokenizeRequest, held)
+            _check_source(parsed.body)
+            with state.admission.text_work():
+                return await _tokenize(state, loaded, parsed)
 
     @router.post(
         "/detokenize", responses={200: {"model": DetokenizeResponse}, **_ERRORS}, openapi_extra=request_body("DetokenizeRequest")
     )
     async def detokenize(request: Request) -> Response:
         """The text of tokens, control tokens as their literals."""
-        loaded, parsed = await _read(request, DetokenizeRequest)
-        tokenizer, tokens = loaded.tokenizer, parsed.body.tokens
+        state = state_of(request)
+        with state.admission.body() as held:
+            loaded, parsed = await _read(request, DetokenizeRequest, held)
+            tokenizer, tokens = loaded.tokenizer, parsed.body.tokens
 
-        def answer() -> Response:
-            check_token_ids(tokenizer, tokens, "tokens")
-            return JsonResponse({"prompt": tokenizer.decode(tokens, skip_special_tokens=False)}, headers=parsed.headers())
+            def answer() -> Response:
+                check_token_ids(tokenizer, tokens, "tokens")
+                return JsonResponse({"prompt": tokenizer.decode(tokens, skip_special_tokens=False)}, headers=parsed.headers())
 
-        return await in_thread(state_of(request), answer)
+            with state.admission.text_work():
+                return await in_thread(state, answer)
 
     return router

@@ -11,7 +11,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from server.admission import AdmissionControl
+from server.admission import BodyTicket
 from server.api.request_schemas import FIELDS_WITHOUT_MEANING
 from server.api.unsupported import remove_unsupported
 from server.api.wire_values import WireModel
@@ -55,7 +55,7 @@ def request_body(schema: str) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": content}}
 
 
-async def read_json_object(request: Request, admission: AdmissionControl, timeout_seconds: float | None) -> dict[str, Any]:
+async def read_json_object(request: Request, ticket: BodyTicket, timeout_seconds: float | None) -> dict[str, Any]:
     """The body as a JSON object. The size is counted while the body arrives, so that a lie in Content-Length buys nothing; all
     of it has to arrive within ``timeout_seconds``."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -70,7 +70,7 @@ async def read_json_object(request: Request, admission: AdmissionControl, timeou
         async with asyncio.timeout(timeout_seconds):
             async for piece in request.stream():
                 body += piece
-                admission.body_arrived(len(piece))
+                ticket.arrived(len(piece))
                 if len(body) > MAX_BODY_BYTES:
                     raise request_too_large(MAX_BODY_BYTES)
     except ClientDisconnect:
@@ -78,8 +78,6 @@ async def read_json_object(request: Request, admission: AdmissionControl, timeou
     except TimeoutError:
         assert timeout_seconds is not None
         raise body_too_slow(timeout_seconds) from None
-    finally:
-        admission.body_done(len(body))
     value = _decode(bytes(body))
     # Depth is looked for only where there are enough brackets for it.
     if body.count(b"[") + body.count(b"{") > MAX_NESTING and _is_deeper(value, MAX_NESTING):

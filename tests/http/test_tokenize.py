@@ -183,3 +183,42 @@ def test_a_long_text_is_encoded_beside_the_event_loop(server: LiveServer, monkey
         may_end.set()
         thread.join()
     assert answers[0].status_code == 200
+
+
+def test_texts_in_work_are_limited_like_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two are in work, and others neither wait without end nor are they read; generation goes on beside them."""
+    begun, go_on = threading.Semaphore(0), threading.Event()
+    answers: list[httpx.Response] = []
+    with live_server(max_queued_requests=2) as server:
+        tokenizer = server.app.state.server.loaded.tokenizer
+        encode, decode = tokenizer.encode, tokenizer.decode
+
+        def slow(work: Any) -> Any:
+            def waiting(*args: Any, **options: Any) -> Any:
+                begun.release()
+                assert go_on.wait(60)
+                return work(*args, **options)
+
+            return waiting
+
+        with monkeypatch.context() as patch:
+            patch.setattr(tokenizer, "encode", slow(encode))
+            patch.setattr(tokenizer, "decode", slow(decode))
+            bodies = [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [9]})]
+            threads = [
+                threading.Thread(target=lambda path=path, body=body: answers.append(server.post(path, body)))
+                for path, body in bodies
+            ]
+            for thread in threads:
+                thread.start()
+                assert begun.acquire(timeout=60)
+            for path, body in bodies:
+                refused = server.post(path, body)
+                assert refused.status_code == 429
+                assert error_of(refused)["code"] == "server_overloaded"
+                assert refused.headers["retry-after"] == "1"
+            go_on.set()
+            for thread in threads:
+                thread.join()
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert tokenize(server, prompt="a")["count"] == 2

@@ -48,6 +48,18 @@ def test_the_time_to_come_back_follows_the_measured_rate() -> None:
         assert retry_after(admission, num_requests=5) == expected
 
 
+def test_a_crowd_is_told_to_come_back_one_after_the_other() -> None:
+    admission, clock = control()
+    full(admission)
+    drain(admission, clock, 20, 0.5)  # two a second
+    assert [retry_after(admission) for _ in range(6)] == [1, 1, 2, 2, 3, 3]
+    clock.now += 2
+    assert retry_after(admission) in (2, 3), "of seven, about four are let in by then"
+    assert [retry_after(admission) for _ in range(200)][-1] == 60
+    drain(admission, clock, 240, 0.5)
+    assert retry_after(admission) == 1, "the crowd is gone"
+
+
 def test_a_faster_present_counts_more_than_a_slow_past() -> None:
     admission, clock = control()
     full(admission)
@@ -114,11 +126,27 @@ def test_a_ticket_gives_back_what_it_holds_and_no_more() -> None:
         assert (admission.num_requests, admission.num_tokens) == (0, 0)
 
 
-def test_bodies_that_are_coming_in_share_a_limit() -> None:
+def test_bodies_share_a_limit_until_they_are_done_with() -> None:
     admission, _ = control()
-    admission.body_arrived(200 << 20)
-    with pytest.raises(ApiError) as caught:
-        admission.body_arrived(100 << 20)
-    assert caught.value.status == 429
-    admission.body_done(300 << 20)
-    admission.body_arrived(200 << 20)
+    with admission.body() as first:
+        first.arrived(200 << 20)
+        with pytest.raises(ApiError) as caught, admission.body() as second:
+            second.arrived(100 << 20)
+        assert caught.value.status == 429
+        with admission.body() as third:
+            third.arrived(50 << 20)
+    with admission.body() as fourth:
+        fourth.arrived(256 << 20)
+
+
+def test_texts_in_work_are_limited_and_give_their_place_back() -> None:
+    admission, _ = control(queued=2)
+    with admission.text_work():
+        with admission.text_work(), pytest.raises(ApiError) as caught, admission.text_work():
+            pass
+        assert (caught.value.status, caught.value.headers) == (429, {"retry-after": "1"})
+        with admission.text_work():
+            pass
+    unlimited, _ = control(queued=0)
+    with unlimited.text_work(), unlimited.text_work():
+        pass
