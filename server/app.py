@@ -24,6 +24,7 @@ from server.api import generation_routes, info_routes, tokenize_routes
 from server.api.request_schemas import ChatCompletionRequest, CompletionRequest
 from server.api.responses import error_response
 from server.api.tokenize_schemas import DetokenizeRequest, TokenizeRequest
+from server.api_keys import api_keys
 from server.engine.loaded import LoadedEngine, load_engine
 from server.engine.memory_readings import MemoryReadings
 from server.engine.stats import StepStats
@@ -36,6 +37,7 @@ from server.settings import Settings
 from server.state import ServerState
 from server.stats_log import log_stats
 from server.tracing import RequestTracer, load_tracer
+from server.unread_body import UnreadBodyMiddleware
 from server.version import __version__
 from server.vllm_metrics import VllmCollector
 
@@ -94,9 +96,10 @@ def create_app(
     app.include_router(info_routes.create_router(serves_metrics=settings.metrics_port is None))
     app.include_router(tokenize_routes.create_router())
     # The last one added is the outermost.
-    app.add_middleware(ApiKeyMiddleware, keys=settings.api_key, metrics=metrics)
+    app.add_middleware(ApiKeyMiddleware, keys=api_keys(settings), metrics=metrics)
     app.add_middleware(HostMiddleware, host=settings.host, allowed_hosts=settings.allowed_hosts, metrics=metrics)
     app.add_middleware(RequestContextMiddleware, metrics=metrics)
+    app.add_middleware(UnreadBodyMiddleware, read_timeout=settings.read_timeout)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)

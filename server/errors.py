@@ -136,6 +136,12 @@ def request_timeout() -> ApiError:
     )
 
 
+def too_many_connections() -> ApiError:
+    return _unavailable(
+        "The server has too many open connections. Try again in a few seconds.", "too_many_connections", "queue_full"
+    )
+
+
 def model_not_ready(message: str) -> ApiError:
     return _unavailable(message, "model_not_ready", "not_ready")
 

@@ -17,6 +17,8 @@ from server.http_protocol import http_protocol
 from server.metrics import CONTENT_TYPE, Metrics
 from server.settings import Settings
 
+MAX_CONNECTIONS = 64
+
 
 async def metrics_response(metrics: Metrics) -> Response:
     """Rendered beside the event loop, one at a time: a thousand lines take so long that streams would be seen to halt."""
@@ -35,7 +37,7 @@ class MetricsListener:
             log_config=None,
             access_log=False,
             lifespan="off",
-            http=http_protocol(settings.read_timeout),
+            http=http_protocol(settings.read_timeout, MAX_CONNECTIONS),
             ws="none",
             server_header=False,
             timeout_graceful_shutdown=1,

@@ -89,6 +89,13 @@ class Settings:
         (), texts, "Names under which the model is served, the first in answers.", "NAME", shown="the model's own name"
     )
     api_key: tuple[str, ...] = _setting((), texts, "Keys of which a request must bring one as Bearer token.", "KEY", shown="none")
+    api_key_file: Path | None = _setting(
+        None,
+        existing_file,
+        "File with more such keys, one in a line; empty lines and those that begin with # are left out.",
+        "FILE",
+        shown="none",
+    )
     allowed_hosts: tuple[str, ...] = _setting(
         (),
         texts,
@@ -142,6 +149,12 @@ class Settings:
     strict_context: bool = _switch(False, "Refuse max_tokens beyond the room left, instead of lowering it.")
     cache_dir: Path | None = _setting(
         None, path, "Folder for converted tokenizers.", "FOLDER", variable="GEMSERVE_CACHE", shown="~/.cache/gemserve"
+    )
+    max_connections: int = _setting(
+        4096,
+        integer(0),
+        "Connections that may be open; idle ones are closed for new ones, and more are refused. 0: no limit.",
+        "N",
     )
     keep_alive_timeout: int = _setting(75, integer(1), "Seconds that an idle connection stays open.", "SECONDS")
     read_timeout: float = _setting(

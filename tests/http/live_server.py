@@ -6,7 +6,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import httpx
@@ -24,11 +24,12 @@ LIVE_BODY = {"prompt": "The capital of France is", "max_tokens": 4, "temperature
 
 
 class LiveServer:
-    def __init__(self, app: FastAPI, port: int) -> None:
+    def __init__(self, app: FastAPI, port: int, connections: Collection[object] = ()) -> None:
         self.app = app
         self.port = port
+        self.connections = connections  # open ones, of the server itself
         self.url = f"http://127.0.0.1:{port}"
-        self.client = httpx.Client(base_url=self.url, timeout=20)
+        self.client = httpx.Client(base_url=self.url, timeout=60)
         self._live_text: str | None = None
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
@@ -40,7 +41,7 @@ class LiveServer:
         payload = json.dumps(body).encode()
         lines = ["POST /v1/completions HTTP/1.1", "host: localhost", "content-type: application/json", *headers]
         lines += [f"content-length: {len(payload)}", "", ""]
-        with socket.create_connection(("127.0.0.1", self.port), timeout=20) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
             connection.sendall("\r\n".join(lines).encode() + payload)
             yield connection
 
@@ -130,7 +131,8 @@ def live_server(
         host="127.0.0.1",
         port=0,
         log_level="warning",
-        http=http_protocol(checked.read_timeout),
+        http=http_protocol(checked.read_timeout, checked.max_connections),
+        timeout_keep_alive=checked.keep_alive_timeout,
         ws="none",
         timeout_graceful_shutdown=5,
     )
@@ -140,7 +142,7 @@ def live_server(
     while not server.started:
         assert thread.is_alive()
         time.sleep(0.01)
-    live = LiveServer(app, server.servers[0].sockets[0].getsockname()[1])
+    live = LiveServer(app, server.servers[0].sockets[0].getsockname()[1], server.server_state.connections)
     try:
         if wait:
             live.wait_for(lambda: live.client.get("/health/ready").status_code == 200)
@@ -148,5 +150,5 @@ def live_server(
     finally:
         live.client.close()
         server.should_exit = True
-        thread.join(timeout=15)
+        thread.join(timeout=60)
         assert not thread.is_alive()

@@ -1,9 +1,12 @@
 """A client that leaves stops the work at once, whatever state it is in, with the id and key middlewares active."""
 
+import asyncio
 import json
+import random
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +14,10 @@ import pytest
 
 from tests.fakes import FakeRunner, fake_engine_factory
 from tests.http.live_server import LiveServer, live_server
+from tests.soak.client import Leave, send
 
 KEY = "secret"
+NEVER = 10**9
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +127,16 @@ def test_in_an_unstreamed_call(slow_server: LiveServer) -> None:
     assert disconnects(slow_server) == before + 1
 
 
+def test_with_another_request_behind_it_on_the_same_connection(slow_server: LiveServer) -> None:
+    before, started = disconnects(slow_server), slow_server.metric("prompt_tokens_total")
+    with open_request(slow_server, {"prompt": [9] * 5, "max_tokens": 4000, "stream": True}) as connection:
+        connection.sendall(f"GET /health HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n\r\n".encode())
+        read_chunks(connection, 3)
+    assert_idle_within_a_second(slow_server)
+    assert disconnects(slow_server) == before + 1
+    assert slow_server.metric("prompt_tokens_total") == started + 5
+
+
 def test_in_the_middle_of_its_body(slow_server: LiveServer) -> None:
     with socket.create_connection(("127.0.0.1", slow_server.port)) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n"
@@ -137,3 +152,44 @@ def test_thirty_streams_closed_at_once_leave_nothing(slow_server: LiveServer) ->
     for connection in connections:
         connection.close()
     assert_idle_within_a_second(slow_server)
+
+
+def test_three_hundred_clients_that_leave_at_any_moment_leave_nothing() -> None:
+    """While queued, in the middle of a prefill, after 1, 5 or 50 tokens, in the step in which the answer ends; by a reset or not.
+    The judge is a request that needs nearly all of the cache."""
+
+    def leaves(choose: random.Random) -> Leave | None:
+        if choose.random() < 0.1:
+            return None
+        events = choose.choice((0, 1, 5, 50, NEVER))
+        return Leave(events, choose.choice((0.0, 0.005, 0.05, 0.5)) if events == NEVER else 60.0, reset=choose.random() < 0.5)
+
+    async def crowd(port: int) -> Counter[bool]:
+        choose, at_once = random.Random(23), asyncio.Semaphore(40)
+
+        async def client(number: int) -> bool:
+            body = {
+                "prompt": [choose.randrange(120, 500) for _ in range(choose.choice((1, 20, 400)))],
+                "max_tokens": choose.choice((1, 5, 50, 100)),
+                "stream": choose.random() < 0.7,
+                "n": choose.choice((1, 1, 2)),
+            }
+            leave = (
+                leaves(choose) if body["stream"] else Leave(NEVER, choose.choice((0.0, 0.005, 0.05)), reset=choose.random() < 0.5)
+            )
+            async with at_once:
+                return (await send(port, "/v1/completions", json.dumps(body).encode(), f"r{number}", leave)).left
+
+        return Counter(await asyncio.gather(*(client(number) for number in range(300))))
+
+    with live_server(fake_engine_factory(FakeRunner(step_delay=0.001), max_num_seqs=4)) as server:
+        left = asyncio.run(crowd(server.port))
+        assert min(left.values()) > 20, left
+        server.wait_for(server.is_idle)
+        server.wait_for(lambda: server.metric("http_requests_in_flight", route="/v1/completions") == 0)
+        for pool in ("global", "local"):
+            assert server.metric("kv_cache_blocks", pool=pool, state="used") == 0
+        admission = server.app.state.server.admission
+        assert (admission.num_requests, admission.num_tokens) == (0, 0)
+        whole = [[choose % 300 + 120] * 500 for choose in range(4)]
+        assert server.complete(prompt=whole, max_tokens=12)["usage"]["completion_tokens"] == 48

@@ -123,6 +123,26 @@ def test_a_body_over_the_limit_is_refused_before_it_is_read(server: LiveServer) 
 
 
 @pytest.mark.parametrize(
+    ("head", "size", "status"),
+    [
+        (HEAD, MAX_BODY_BYTES + (1 << 20), 413),
+        (HEAD.replace(b"json", b"text"), 1 << 22, 400),
+        (b"GET /nope HTTP/1.1\r\nhost: localhost\r\n", 1 << 22, 404),
+    ],
+    ids=["too large", "another type", "no such route"],
+)
+def test_a_client_that_sends_on_still_gets_its_answer(server: LiveServer, head: bytes, size: int, status: int) -> None:
+    """Not a reset of the connection, which is what comes of closing it under a sender."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(head + b"connection: close\r\ncontent-length: %d\r\n\r\n" % size + b" " * size)
+        answer = b""
+        while piece := connection.recv(65536):
+            answer += piece
+    assert answer.startswith(b"HTTP/1.1 %d " % status)
+    assert set(json.loads(answer.partition(b"\r\n\r\n")[2])) == {"error"}
+
+
+@pytest.mark.parametrize(
     ("path", "body"),
     [
         (COMPLETIONS, {"prompt": "a" * 10_000_000}),

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 DEADLINE_SECONDS = 120  # for one request, queue included; a request that hangs fails the soak
@@ -25,6 +26,7 @@ class Reply:
     status: int | None
     body: bytes
     left: bool
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def json(self) -> dict[str, Any]:
@@ -86,7 +88,8 @@ def _reply(received: bytes, left: bool) -> Reply:
         body, complete = _dechunk(body)
         left = not complete and left
         assert complete or left, "the server closed the connection inside an answer"
-    return Reply(int(lines[0].split()[1]), body, left)
+    headers = {name: value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
+    return Reply(int(lines[0].split()[1]), body, left, headers)
 
 
 def _dechunk(body: bytes) -> tuple[bytes, bool]:
