@@ -66,19 +66,21 @@ class ServerState:
 
     @property
     def status(self) -> str:
-        """ok, loading, draining or dead."""
+        """ok, loading, stalled, draining or dead."""
         if self.is_dead:
             return "dead"
         if self.is_stopping:
             return "draining"
         if self.loaded is None:
             return "loading"
-        return "ok" if self.loaded.engine.is_ready else "draining"
+        if not self.loaded.engine.is_ready:
+            return "draining"
+        return "stalled" if self.loaded.engine.is_stalled else "ok"
 
     def refusal(self) -> ApiError | None:
         """Why no request can be taken now."""
         match self.status:
-            case "ok":
+            case "ok" | "stalled":  # requests wait for the long step like those that came before
                 return None
             case "draining":
                 return shutting_down()

@@ -143,7 +143,7 @@ class DetokenizeResponse(BaseModel):
 
 
 class HealthResponse(BaseModel):
-    status: Literal["ok", "loading", "draining", "dead"]
+    status: Literal["ok", "loading", "stalled", "draining", "dead"]
     phase: str | None = None
 
 

@@ -1,23 +1,27 @@
 """The process of ``gemserve serve``. The port is bound at once, so that a taken one is noticed first; it answers from when the
 headers of the checkpoint are found sound. The model then loads while the server already answers that it is not ready. A failed
-load and a dead or hung engine end the process with exit code 1; SIGTERM lets running requests finish and ends it with 0."""
+load and a dead or hung engine end the process with exit code 1; SIGTERM lets running requests finish and ends it with 0, and a
+second one ends them with an error event at once."""
 
 import asyncio
 import contextlib
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import NoReturn
 
+import psutil
 import uvicorn
 
 from model.errors import ConfigError, ModelError
+from server.engine.async_engine import AsyncEngine
 from server.engine.loaded import LoadedEngine, load_engine
-from server.engine.request import EngineHungError
 from server.http_protocol import http_protocol
 from server.logs import configure_logging
 from server.metrics_listener import MetricsListener
@@ -28,7 +32,10 @@ logger = logging.getLogger("gemserve")
 
 TERMS = "Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms"
 # Requests that the drain ended at its deadline still get to send their last event.
-LAST_EVENTS_SECONDS = 5
+LAST_EVENTS_SECONDS = 2
+HURRIED_EVENTS_SECONDS = 0.5
+# Files, libraries and pipes that are open besides the clients' connections.
+OTHER_DESCRIPTORS = 128
 EXIT_INTERRUPTED = 130
 
 
@@ -40,10 +47,13 @@ class Server(uvicorn.Server):
         self.fault: BaseException | None = None
         self._state = state
         self._metrics_listener = metrics_listener
+        self._is_told_twice = asyncio.Event()
 
     @property
-    def is_loading(self) -> bool:
-        return self._state.is_loading
+    def has_native_work(self) -> bool:
+        """A thread may be in native code, while it loads or in a step: the end of the interpreter would abort the process."""
+        engine = self._state.engine
+        return self._state.is_loading or (engine is not None and not engine.has_stopped)
 
     def end_with(self, fault: BaseException) -> None:
         self.fault = fault
@@ -65,14 +75,28 @@ class Server(uvicorn.Server):
 
     async def _drain_and_shut_down(self, sockets: list[socket.socket] | None) -> None:
         engine = self._state.engine
-        if engine is None:
-            await super().shutdown(sockets)
-            return
-        drain = asyncio.create_task(engine.drain(self._state.settings.shutdown_timeout))
+        tasks = [asyncio.create_task(self._hurry(engine))]
+        if engine is not None:
+            tasks.append(asyncio.create_task(engine.drain(self._state.settings.shutdown_timeout)))
         await super().shutdown(sockets)
-        drain.cancel()  # still waiting only when a second signal cut the shutdown short
-        with contextlib.suppress(asyncio.CancelledError):
-            await drain
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called in the main thread, which is that of the event loop."""
+        if self.should_exit:
+            self._is_told_twice.set()
+        self._captured_signals.append(sig)
+        self.should_exit = True
+
+    async def _hurry(self, engine: AsyncEngine | None) -> None:
+        """At a second signal, whichever, what still runs gets its error event and no more than the time to send it."""
+        await self._is_told_twice.wait()
+        if engine is not None:
+            await engine.drain(0.0)
+        await asyncio.sleep(HURRIED_EVENTS_SECONDS)
+        self.force_exit = True
 
 
 def serve(settings: Settings) -> int:
@@ -90,21 +114,25 @@ def serve(settings: Settings) -> int:
                 contextlib.closing(bind(settings.host, settings.metrics_port, "--metrics-port"))
             )
         server = prepare(settings, metrics_socket)
-        # uvicorn raises the signal again once it has shut down; a graceful end by SIGTERM is a success.
-        previous = signal.signal(signal.SIGTERM, lambda signum, frame: None)
+        # A signal that comes before uvicorn's own handler is set is not lost. uvicorn raises it again once it has shut down; a
+        # graceful end by SIGTERM is a success.
+        previous = signal.signal(signal.SIGTERM, server.handle_exit)
         try:
             with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
                 runner.run(server.serve(sockets=[listener]))
+        except KeyboardInterrupt:
+            if server.has_native_work:
+                _exit_at_once(EXIT_INTERRUPTED)
+            raise
         finally:
             signal.signal(signal.SIGTERM, previous)
-            if server.is_loading:
-                _exit_at_once(EXIT_INTERRUPTED if isinstance(sys.exception(), KeyboardInterrupt) else 0)
+    code = 0
     if server.fault is not None:
         _tell_fault(settings, server.fault)
-        if isinstance(server.fault, EngineHungError):
-            _exit_at_once(1)
-        return 1
-    return 0
+        code = 1
+    if server.has_native_work:
+        _exit_at_once(code)
+    return code
 
 
 def prepare(settings: Settings, metrics_socket: socket.socket | None = None) -> Server:
@@ -133,7 +161,7 @@ def prepare(settings: Settings, metrics_socket: socket.socket | None = None) -> 
         access_log=settings.log_level == "debug",
         timeout_keep_alive=settings.keep_alive_timeout,
         timeout_graceful_shutdown=int(settings.shutdown_timeout) + LAST_EVENTS_SECONDS,
-        http=http_protocol(settings.read_timeout),
+        http=http_protocol(settings.read_timeout, allow_descriptors(settings.max_connections)),
         ws="none",
         server_header=False,
     )
@@ -147,8 +175,10 @@ def prepare(settings: Settings, metrics_socket: socket.socket | None = None) -> 
 
 
 def _exit_at_once(code: int) -> NoReturn:
-    """End without tearing the interpreter down: native code of the loading thread, or of a step that hangs,
-    would abort the process in that."""
+    """End without tearing the interpreter down: native code of the loading thread, or of a step that goes on, would abort the
+    process in that. What the process started, a compiler, ends with it."""
+    for child in psutil.Process().children(recursive=True):
+        child.kill()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -171,6 +201,20 @@ def address_of(listener: socket.socket) -> str:
 def _one_line(fault: BaseException) -> str:
     text = " ".join(str(fault).split())
     return text if isinstance(fault, ModelError) else f"{type(fault).__name__}: {text}"
+
+
+def allow_descriptors(max_connections: int) -> int:
+    """Raise the process's own limit of open files to what so many connections need, as far as the system lets it. The number of
+    connections that there is then room for; 0: no limit was asked for."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = max_connections + OTHER_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if max_connections == 0 or soft == resource.RLIM_INFINITY or soft >= needed:
+        return max_connections
+    logger.warning("the limit of open files, %d, leaves room for fewer connections than --max-connections", soft)
+    return max(1, soft - OTHER_DESCRIPTORS)
 
 
 def bind(host: str, port: int, flag: str = "--port") -> socket.socket:

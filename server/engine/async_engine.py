@@ -30,6 +30,10 @@ logger = logging.getLogger("gemserve.engine")
 
 Args = TypeVarTuple("Args")
 
+STALL_SECONDS = 30.0
+# How long the end waits for the step that runs. The process can end without it.
+STOP_SECONDS = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
@@ -62,6 +66,7 @@ class AsyncEngine:
         self.step_timeout = 0.0  # seconds; 0: a step may take for ever. Set before ``start``
         self._core = core
         self._step_number = 0  # odd while a step runs
+        self._step_seconds = 0.0  # for how long the watchdog has seen the step that runs
         self._ended = asyncio.Event()  # the thread has ended, or hangs and is not waited for
         self._watchdog: asyncio.Task[None] | None = None
         self._inbox: deque[_Add | _Abort] = deque()
@@ -87,6 +92,16 @@ class AsyncEngine:
         return self._loop is not None and not self.is_dead and not self._draining and not self._stopping
 
     @property
+    def is_stalled(self) -> bool:
+        """The step that runs takes long, but not yet so long that it counts as hung."""
+        return self._step_seconds >= min(STALL_SECONDS, self.step_timeout / 2 or STALL_SECONDS)
+
+    @property
+    def has_stopped(self) -> bool:
+        """The thread has ended or was never started."""
+        return not self._thread.is_alive()
+
+    @property
     def num_streams(self) -> int:
         return len(self._streams)
 
@@ -99,8 +114,7 @@ class AsyncEngine:
         """Start the thread; outputs are delivered to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
-        if self.step_timeout:
-            self._watchdog = asyncio.create_task(self._watch_steps())
+        self._watchdog = asyncio.create_task(self._watch_steps())
 
     async def generate(self, spec: GenerationSpec) -> AsyncGenerator[TokenOutput, None]:
         """Stream a request's outputs until its finish reason. Closing the generator aborts the request.
@@ -143,12 +157,14 @@ class AsyncEngine:
         self._fail_streams(EngineDrainingError("The server shut down before this request was finished."))
 
     async def stop(self) -> None:
-        """End the thread after the step it is in, but do not wait for a step that hangs."""
+        """End the thread after the step it is in; a step that takes long or hangs is not waited for."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
         if self._thread.is_alive():
-            await self._ended.wait()
+            with contextlib.suppress(TimeoutError):  # ``has_stopped`` says so
+                async with asyncio.timeout(STOP_SECONDS):
+                    await self._ended.wait()
         if self._watchdog is not None:
             self._watchdog.cancel()
 
@@ -202,15 +218,15 @@ class AsyncEngine:
 
     async def _watch_steps(self) -> None:
         """Counts its own turns in which the same step runs: a process that was suspended has not hung."""
-        interval = min(1.0, self.step_timeout / 4)
-        last, seconds = 0, 0.0
-        while not self.is_dead and seconds < self.step_timeout:
+        interval = min(1.0, self.step_timeout / 4 or 1.0)
+        last = 0
+        while not self.is_dead and not 0 < self.step_timeout <= self._step_seconds:
             await asyncio.sleep(interval)
             number = self._step_number
-            seconds = seconds + interval if number == last and number % 2 else 0.0
+            self._step_seconds = self._step_seconds + interval if number == last and number % 2 else 0.0
             last = number
         if not self.is_dead:
-            logger.critical("a step of the model has not ended after %g seconds", seconds)
+            logger.critical("a step of the model has not ended after %g seconds", self._step_seconds)
             self._die(EngineHungError(f"a step of the model did not end within {self.step_timeout:g} seconds"))
             self._ended.set()
 
