@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: run test lint format docs bench soak sanitize prometheus-test clean
+.PHONY: run test lint format docs bench soak overload fuzz sanitize prometheus-test clean
 
 run: .venv/demo.stamp
 	$(BIN)/gemserve serve --host 127.0.0.1 --port 8000 $(ARGS)
@@ -35,6 +35,13 @@ bench: .venv/demo.stamp
 
 soak: .venv/test.stamp
 	$(BIN)/python -m tests.soak --seconds 600 $(ARGS)
+
+# Ten times more clients than places; nine tenths of the best must be left. For a machine that does nothing else.
+overload: .venv/test.stamp
+	$(BIN)/python -m tests.overload --seconds 120 $(ARGS)
+
+fuzz: .venv/test.stamp
+	$(BIN)/python -m tests.fuzz --requests 20000 $(ARGS)
 
 # Address and undefined-behaviour sanitizers over the tests of the C++ kernels; needs g++ with their runtimes.
 sanitize: .venv/test.stamp

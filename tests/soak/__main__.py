@@ -22,7 +22,7 @@ def main() -> int:
     print(f"soak: seed {seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="gemserve-soak-") as folder:
         try:
-            with server_process(Path(folder)) as server:
+            with server_process(Path(folder), "--debug-invariants") as server:
                 summary = asyncio.run(Soak(server, seed).run(arguments.warm_up, arguments.seconds))
         except Exception:
             traceback.print_exc()

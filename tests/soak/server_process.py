@@ -1,14 +1,16 @@
 """``gemserve serve`` with the tiny model in a process of its own: its address, memory, metrics and request log."""
 
 import contextlib
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -45,12 +47,16 @@ class ServerProcess:
         self._process = process
         self._log = log
         self._log_offset = 0
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30)
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, headers={"connection": "close"})
         self._memory = psutil.Process(process.pid)
 
     @property
     def resident_bytes(self) -> int:
         return self._memory.memory_info().rss
+
+    @property
+    def num_descriptors(self) -> int:
+        return self._memory.num_fds()
 
     def samples(self) -> Samples:
         found: Samples = {}
@@ -72,25 +78,31 @@ class ServerProcess:
             for request_id, endpoint, outcome, prompt, generated, ttft in _RECORD.findall(text.decode())
         }
 
-    def log_tail(self) -> str:
-        return "\n".join(line for line in self._log.read_text().splitlines() if "gemserve.request" not in line)[-4000:]
+    def log_tail(self, num_characters: int | None = 4000) -> str:
+        """Without the lines of requests; None: all of it."""
+        lines = self._log.read_text(errors="replace").splitlines()
+        text = "\n".join(line for line in lines if "gemserve.request" not in line)
+        return text if num_characters is None else text[-num_characters:]
 
     def close(self) -> None:
         self._client.close()
 
 
 @contextlib.contextmanager
-def server_process(folder: Path) -> Iterator[ServerProcess]:
+def server_process(
+    folder: Path, *flags: str, cache_tokens: int = CACHE_TOKENS, environ: Mapping[str, str] | None = None
+) -> Iterator[ServerProcess]:
     """Ends with SIGTERM and must then exit with 0."""
     model = write_tiny_folder(folder / "tiny")
     log = folder / "server.log"
-    memory = cache_memory(CACHE_TOKENS, BLOCK_SIZE, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, prefix_caching=True)
+    memory = cache_memory(cache_tokens, BLOCK_SIZE, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, prefix_caching=True)
     command = [
         *(sys.executable, "-m", "server", "serve", str(model), "--port", "0", "--dtype", "float32", "--num-threads", "1"),
         *("--kv-cache-memory", str(memory), "--block-size", str(BLOCK_SIZE), "--max-num-seqs", str(MAX_NUM_SEQS)),
-        *("--max-num-batched-tokens", str(MAX_NUM_BATCHED_TOKENS), "--debug-invariants", "--shutdown-timeout", "5"),
+        *("--max-num-batched-tokens", str(MAX_NUM_BATCHED_TOKENS), "--shutdown-timeout", "5", *flags),
     ]
-    with log.open("wb") as output, subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) as process:
+    options: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, **(environ or {})}}
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, **options) as process:
         try:
             server = ServerProcess(process, log, _wait_for_port(process, log))
             try:
@@ -114,7 +126,7 @@ def _wait_for_port(process: subprocess.Popen[bytes], log: Path) -> int:
 
 
 def _wait_until_ready(server: ServerProcess, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180  # the first start on a machine compiles the kernels
     while server.samples().get(("ready", frozenset())) != 1:
         assert process.poll() is None, server.log_tail()
         assert time.monotonic() < deadline, "the server is not ready"

@@ -11,7 +11,7 @@ from tests.soak.soak import Soak
 
 @pytest.mark.slow
 def test_random_load_leaves_no_trace_and_the_books_balance(tmp_path: Path) -> None:
-    with server_process(tmp_path) as server:
+    with server_process(tmp_path, "--debug-invariants") as server:
         summary = asyncio.run(Soak(server, seed=1).run(warm_up_seconds=10, seconds=30))
     print(summary.line())
     assert summary.num_left > 10
