@@ -117,7 +117,7 @@ def server_process(
 
 
 def _wait_for_port(process: subprocess.Popen[bytes], log: Path) -> int:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while (found := _LISTENING.search(log.read_text())) is None:
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline, "the server does not listen"
