@@ -134,7 +134,7 @@ def http_protocol(read_timeout: float, max_connections: int = 0) -> type[asyncio
 
         @property
         def _is_idle(self) -> bool:
-            return self._part == "none" and self._is_unused()
+            return self._part == "none" and self._is_unused() and not self.transport.is_closing()
 
         def _is_unused(self) -> bool:
             return self.cycle is None or self.cycle.response_complete
