@@ -31,9 +31,14 @@ from server.version import __version__
 # generate_latest writes this format; the library's own default content type announces one that mangles names with a colon.
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
-ENDPOINTS: Final = {"/v1/completions": "completions", "/v1/chat/completions": "chat_completions"}
+ENDPOINTS: Final = {
+    "/v1/completions": "completions",
+    "/v1/chat/completions": "chat_completions",
+    "/v1/messages": "messages",
+}
 ROUTES: Final = (
     *ENDPOINTS,
+    "/v1/messages/count_tokens",
     "/v1/models",
     "/v1/models/{id}",
     "/health",

@@ -88,7 +88,9 @@ class Settings:
     served_model_name: tuple[str, ...] = _setting(
         (), texts, "Names under which the model is served, the first in answers.", "NAME", shown="the model's own name"
     )
-    api_key: tuple[str, ...] = _setting((), texts, "Keys of which a request must bring one as Bearer token.", "KEY", shown="none")
+    api_key: tuple[str, ...] = _setting(
+        (), texts, "Keys of which a request must bring one, as Bearer token or as X-Api-Key.", "KEY", shown="none"
+    )
     allowed_hosts: tuple[str, ...] = _setting(
         (),
         texts,

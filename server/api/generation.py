@@ -90,6 +90,7 @@ class ChoiceEvent:
     prompt_logprobs: Sequence[TokenLogprobs] | None
     is_first: bool
     finish_reason: FinishReason | None
+    stop_text: str | None = None  # the stop string that ended the text
 
 
 @dataclass(slots=True)
@@ -137,7 +138,7 @@ class _ChoiceText:
             finish_reason = "stop"
         self._num_tokens += len(token_ids)
         logprobs = output.logprobs[: len(token_ids)]
-        return ChoiceEvent(index, text, token_ids, logprobs, output.prompt_logprobs, is_first, finish_reason)
+        return ChoiceEvent(index, text, token_ids, logprobs, output.prompt_logprobs, is_first, finish_reason, detokenizer.stopped)
 
 
 class GenerationRun:
@@ -160,7 +161,7 @@ class GenerationRun:
     ) -> None:
         self.usage = Usage(prompt_tokens=plan.num_prompt_tokens)
         self._engine = engine
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.plan = plan
         self._record = record
         self._ticket = ticket
@@ -272,7 +273,7 @@ class GenerationRun:
             grammar=plan.grammar,
             queue_deadline=self._queue_deadline,
         )
-        text = _ChoiceText(self._tokenizer, plan, prompt.sampling)
+        text = _ChoiceText(self.tokenizer, plan, prompt.sampling)
         record = ChoiceRecord(self._record)
         is_first = True
         async with aclosing(self._engine.generate(spec)) as outputs:

@@ -1,8 +1,10 @@
-"""POST /v1/completions and POST /v1/chat/completions: read, check, plan, run, answer. Only the answer's form differs."""
+"""POST /v1/completions and POST /v1/chat/completions: read, check, plan, run, answer. Only the answer's form differs, there and
+on every other endpoint that generates (``GenerationEndpoint``)."""
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
@@ -16,7 +18,7 @@ from server.api.context import request_id_of, state_of
 from server.api.deadline import Deadline, header_timeout
 from server.api.generation import ChoiceEvent, GenerationPlan, GenerationRun
 from server.api.preparation import prepare_chat, prepare_completion
-from server.api.request_schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from server.api.request_schemas import ChatCompletionRequest, CompletionRequest, GenerationBody, GenerationRequest
 from server.api.response_schemas import ChatCompletionResponse, CompletionResponse, ErrorResponse
 from server.api.responses import (
     KEEP_ALIVE_SECONDS,
@@ -32,30 +34,46 @@ from server.engine.loaded import LoadedEngine
 from server.errors import ApiError, ClientDisconnectedError, request_timeout
 from server.request_metrics import RequestRecord
 from server.state import ServerState
+from server.text.tokenizer import Tokenizer
 from server.tracing import PROPAGATION_HEADERS
 
-Body = TypeVar("Body", bound=GenerationRequest)
+Body = TypeVar("Body", bound=GenerationBody)
 Prepare = Callable[[ServerState, LoadedEngine, Body, str, Ticket], Awaitable[GenerationPlan]]
-MakeForm = Callable[[LoadedEngine, GenerationPlan, Body], WireForm]
+OpenAIBody = TypeVar("OpenAIBody", bound=GenerationRequest)
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse} for status in (400, 401, 403, 404, 408, 413, 429, 500, 503)
 }
 
 
-class _Endpoint(Generic[Body]):
-    """What tells one generation endpoint from the other."""
+class GenerationEndpoint(ABC, Generic[Body]):
+    """One request from its arrival to its answer. Subclasses say what the answer looks like."""
 
-    def __init__(self, name: str, id_prefix: str, body: type[Body], prepare: Prepare[Body], make_form: MakeForm[Body]) -> None:
+    def __init__(self, name: str, id_prefix: str, body: type[Body], prepare: Prepare[Body]) -> None:
         self._name = name
         self._id_prefix = id_prefix
         self._body = body
         self._prepare = prepare
-        self._make_form = make_form
+
+    @abstractmethod
+    async def collect(self, run: GenerationRun, head: ResponseHead, body: Body, headers: Mapping[str, str]) -> Response:
+        """The answer in one piece, when the run is over."""
+
+    @abstractmethod
+    def stream(
+        self,
+        run: GenerationRun,
+        head: ResponseHead,
+        body: Body,
+        first: ChoiceEvent | None,
+        state: ServerState,
+        headers: Mapping[str, str],
+    ) -> Response:
+        """The answer as a stream that begins with the event ``first``, or without one."""
 
     async def handle(self, request: Request) -> Response:
         state = state_of(request)
-        response_id = f"{self._id_prefix}-{uuid.uuid4().hex}"
+        response_id = f"{self._id_prefix}{uuid.uuid4().hex}"
         request_id = request_id_of(request)
         request_id.adopt(response_id)
         carrier = {name: request.headers[name] for name in PROPAGATION_HEADERS if name in request.headers}
@@ -78,7 +96,6 @@ class _Endpoint(Generic[Body]):
                     record.add_attributes(trace_attributes(request, plan, body, model))
                 head = ResponseHead(response_id, int(time.time()), model, state.system_fingerprint)
                 headers = parsed.headers()
-                form = self._make_form(loaded, plan, body)
                 until = deadline.queue_deadline(
                     stream=record.stream, num_sequences=plan.num_sequences, keep_alive_seconds=KEEP_ALIVE_SECONDS
                 )
@@ -90,9 +107,9 @@ class _Endpoint(Generic[Body]):
                 raise
             run.start(request.receive)
             if body.stream:
-                return await _stream(run, form, head, body, state, headers)
+                return self.stream(run, head, body, await _first_event(run), state, headers)
             try:
-                response = await collected_response(run, form, head, headers)
+                response = await self.collect(run, head, body, headers)
             finally:
                 await run.close()
             response.headers.update(record.timing_headers())
@@ -109,23 +126,15 @@ class _Endpoint(Generic[Body]):
             raise request_timeout() from None
 
 
-async def _stream(
-    run: GenerationRun, form: WireForm, head: ResponseHead, body: GenerationRequest, state: ServerState, headers: dict[str, str]
-) -> Response:
+async def _first_event(run: GenerationRun) -> ChoiceEvent | None:
     """Waits for the first token, so that what fails before it is an HTTP error; after a while the stream begins without one."""
-    first: ChoiceEvent | None
     try:
-        first = await run.next_event(KEEP_ALIVE_SECONDS)
+        return await run.next_event(KEEP_ALIVE_SECONDS)
     except TimeoutError:
-        first = None
+        return None
     except BaseException:
         await run.close()
         raise
-    options = body.stream_options
-    usage = StreamUsage()
-    if options is not None and options.include_usage:
-        usage = StreamUsage(include=True, continuous=bool(options.continuous_usage_stats))
-    return EventStreamResponse(run, form, head, usage, first, state.metrics, headers)
 
 
 @asynccontextmanager
@@ -148,18 +157,44 @@ async def _counted(record: RequestRecord) -> AsyncIterator[None]:
         raise
 
 
-def _completion_form(loaded: LoadedEngine, plan: GenerationPlan, body: CompletionRequest) -> WireForm:
-    return CompletionForm(loaded.tokenizer, plan, body)
+class _OpenAIEndpoint(GenerationEndpoint[OpenAIBody]):
+    """Answers in the wire form of OpenAI's two endpoints."""
 
+    def __init__(
+        self,
+        name: str,
+        id_prefix: str,
+        body: type[OpenAIBody],
+        prepare: Prepare[OpenAIBody],
+        make_form: Callable[[Tokenizer, GenerationPlan, OpenAIBody], WireForm],
+    ) -> None:
+        super().__init__(name, id_prefix, body, prepare)
+        self._make_form = make_form
 
-def _chat_form(loaded: LoadedEngine, plan: GenerationPlan, body: ChatCompletionRequest) -> WireForm:
-    return ChatForm(loaded.tokenizer, plan, body)
+    async def collect(self, run: GenerationRun, head: ResponseHead, body: OpenAIBody, headers: Mapping[str, str]) -> Response:
+        return await collected_response(run, self._make_form(run.tokenizer, run.plan, body), head, headers)
+
+    def stream(
+        self,
+        run: GenerationRun,
+        head: ResponseHead,
+        body: OpenAIBody,
+        first: ChoiceEvent | None,
+        state: ServerState,
+        headers: Mapping[str, str],
+    ) -> Response:
+        form = self._make_form(run.tokenizer, run.plan, body)
+        options = body.stream_options
+        usage = StreamUsage()
+        if options is not None and options.include_usage:
+            usage = StreamUsage(include=True, continuous=bool(options.continuous_usage_stats))
+        return EventStreamResponse(run, form, head, usage, first, state.metrics, headers)
 
 
 def create_router() -> APIRouter:
     router = APIRouter()
-    completions = _Endpoint("completions", "cmpl", CompletionRequest, prepare_completion, _completion_form)
-    chat = _Endpoint("chat_completions", "chatcmpl", ChatCompletionRequest, prepare_chat, _chat_form)
+    completions = _OpenAIEndpoint("completions", "cmpl-", CompletionRequest, prepare_completion, CompletionForm)
+    chat = _OpenAIEndpoint("chat_completions", "chatcmpl-", ChatCompletionRequest, prepare_chat, ChatForm)
 
     @router.post(
         "/v1/completions",

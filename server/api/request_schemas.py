@@ -125,10 +125,19 @@ class StreamOptions(WireModel):
     include_obfuscation: bool | None = Field(None, description="Accepted; nothing is padded.")
 
 
-class GenerationRequest(WireModel):
-    """What both endpoints share. Fields without meaning here are accepted and named in a response header."""
+class GenerationBody(WireModel):
+    """What the bodies of all endpoints that generate have."""
 
     model: str | None = Field(None, max_length=512, description="A served name; the first one when absent.")
+    stream: bool | None = None
+    timeout: Annotated[float, Field(ge=MIN_TIMEOUT_SECONDS, le=MAX_TIMEOUT_SECONDS)] | None = Field(
+        None, description="Seconds within which the whole answer must be there; also the header X-Request-Timeout."
+    )
+
+
+class GenerationRequest(GenerationBody):
+    """What both endpoints share. Fields without meaning here are accepted and named in a response header."""
+
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = Field(None, description="0 or -1: off.")
@@ -161,7 +170,6 @@ class GenerationRequest(WireModel):
     truncate_prompt_tokens: Truncation | None = Field(
         None, description="Keep this many tokens at the prompt's end (-1: what fits), and a beginning-of-sequence token in front."
     )
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -171,9 +179,6 @@ class GenerationRequest(WireModel):
     guided_grammar: Pattern | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256), AfterValidator(check_text)] | None = Field(
         None, description="Cached prefixes are shared between requests of the same salt only."
-    )
-    timeout: Annotated[float, Field(ge=MIN_TIMEOUT_SECONDS, le=MAX_TIMEOUT_SECONDS)] | None = Field(
-        None, description="Seconds within which the whole answer must be there; also the header X-Request-Timeout."
     )
     user: Annotated[str, Field(max_length=512)] | None = None
     # Known to OpenAI's API and without meaning here.

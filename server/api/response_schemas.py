@@ -105,6 +105,44 @@ class ErrorResponse(BaseModel):
     error: ErrorDetail
 
 
+class MessageText(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class MessageUsage(BaseModel):
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageResponse(BaseModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[MessageText]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence"] | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class CountTokensResponse(BaseModel):
+    input_tokens: int
+
+
+class MessagesErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class MessagesErrorResponse(BaseModel):
+    type: Literal["error"]
+    error: MessagesErrorDetail
+    request_id: str
+
+
 class ModelCard(BaseModel):
     id: str
     object: Literal["model"]

@@ -1,6 +1,7 @@
 """Sends what a run yields: collected into one JSON answer, or as server-sent events. Either way the run is closed at the end."""
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -81,27 +82,31 @@ async def collected_response(run: GenerationRun, form: WireForm, head: ResponseH
     return JsonResponse(body, headers=dict(headers))
 
 
-class EventStreamResponse(Response):
-    """Sends the events of a run that has begun. ``first`` is its first event, None when there was none yet."""
+class EventStream(ABC, Response):
+    """Sends the events of a run that has begun. ``first`` is its first event, None when there was none yet. Subclasses say how
+    each is written."""
 
-    def __init__(
-        self,
-        run: GenerationRun,
-        form: WireForm,
-        head: ResponseHead,
-        usage: StreamUsage,
-        first: ChoiceEvent | None,
-        metrics: Metrics,
-        headers: Mapping[str, str],
-    ) -> None:
+    def __init__(self, run: GenerationRun, first: ChoiceEvent | None, metrics: Metrics, headers: Mapping[str, str]) -> None:
         super().__init__(headers={**STREAM_HEADERS, **headers})
         del self.headers["content-length"]
-        self._run = run
-        self._form = form
-        self._head = head
-        self._usage = usage
+        self.run = run
         self._first = first
         self._metrics = metrics
+
+    @abstractmethod
+    def event_bytes(self, event: ChoiceEvent) -> bytes:
+        """May be empty."""
+
+    @abstractmethod
+    def end_bytes(self) -> bytes:
+        """After the last event of a run that succeeded."""
+
+    @abstractmethod
+    def error_bytes(self, error: ApiError) -> bytes:
+        """Ends the stream of a run that failed."""
+
+    def idle_bytes(self) -> bytes:
+        return KEEP_ALIVE
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._metrics.streams_active.inc()
@@ -113,36 +118,58 @@ class EventStreamResponse(Response):
             return  # nobody reads on
         finally:
             self._metrics.streams_active.dec()
-            await self._run.close()
+            await self.run.close()
 
     async def _send_events(self, send: Send) -> None:
         event = self._first
         is_idle = event is None
         try:
             while event is not None or is_idle:
-                body = KEEP_ALIVE if event is None else self._chunks(event)
+                body = self.idle_bytes() if event is None else self.event_bytes(event)
                 if body:
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                 try:
-                    event = await self._run.next_event(KEEP_ALIVE_SECONDS)
+                    event = await self.run.next_event(KEEP_ALIVE_SECONDS)
                     is_idle = False
                 except TimeoutError:
                     event, is_idle = None, True
-            end = self._usage_chunk() if self._usage.include else b""
+            end = self.end_bytes()
         except ApiError as error:
-            end = b"data: " + encode_json(error.body()) + b"\n\n"
-        await send({"type": "http.response.body", "body": end + DONE, "more_body": True})
+            end = self.error_bytes(error)
+        await send({"type": "http.response.body", "body": end, "more_body": True})
 
-    def _chunks(self, event: ChoiceEvent) -> bytes:
+
+class EventStreamResponse(EventStream):
+    """A stream of chunks in OpenAI's form."""
+
+    def __init__(
+        self,
+        run: GenerationRun,
+        form: WireForm,
+        head: ResponseHead,
+        usage: StreamUsage,
+        first: ChoiceEvent | None,
+        metrics: Metrics,
+        headers: Mapping[str, str],
+    ) -> None:
+        super().__init__(run, first, metrics, headers)
+        self._form = form
+        self._head = head
+        self._usage = usage
+
+    def event_bytes(self, event: ChoiceEvent) -> bytes:
         return b"".join(self._chunk([piece]) for piece in self._form.pieces(event))
+
+    def end_bytes(self) -> bytes:
+        return (self._chunk([]) if self._usage.include else b"") + DONE
+
+    def error_bytes(self, error: ApiError) -> bytes:
+        return b"data: " + encode_json(error.body()) + b"\n\n" + DONE
 
     def _chunk(self, choices: list[Choice]) -> bytes:
         chunk = self._head.envelope(self._form.chunk_object_name, choices)
         for piece in choices:
             chunk |= self._form.chunk_fields(piece)
         if self._usage.include:
-            chunk["usage"] = self._run.usage.wire() if self._usage.continuous or not choices else None
+            chunk["usage"] = self.run.usage.wire() if self._usage.continuous or not choices else None
         return b"data: " + encode_json(chunk) + b"\n\n"
-
-    def _usage_chunk(self) -> bytes:
-        return self._chunk([])
