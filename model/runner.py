@@ -149,6 +149,7 @@ class ModelRunner:
             return []
         batch, hidden = self._forward(chunks)
         results = [ChunkResult() for _ in chunks]
+        self._pool(hidden, chunks, batch.first_rows, results)
         self._score_prompts(hidden, chunks, batch.first_rows, results)
         self._sample(hidden, chunks, batch.first_rows, results)
         return results
@@ -162,6 +163,19 @@ class ModelRunner:
         assert self.cache is not None, "allocate_cache() comes first"
         batch = build_batch(chunks, self.spec, self.ops.device)
         return batch, self.model(batch, self.cache)
+
+    def _pool(
+        self, hidden: torch.Tensor, chunks: Sequence[SequenceChunk], first_rows: Sequence[int], results: list[ChunkResult]
+    ) -> None:
+        """Sums in float64: a mean over all of a prompt must not depend on the chunks it came in."""
+        for index, chunk in enumerate(chunks):
+            if not chunk.pools:
+                continue
+            total = hidden[first_rows[index] : first_rows[index + 1]].sum(0, dtype=torch.float64)  # [h]
+            if total.isfinite().all():
+                results[index].hidden_sum = total.cpu().numpy()
+            else:
+                results[index].error = NOT_FINITE
 
     def _sample(
         self, hidden: torch.Tensor, chunks: Sequence[SequenceChunk], first_rows: Sequence[int], results: list[ChunkResult]

@@ -20,7 +20,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api import generation_routes, info_routes, messages_routes, tokenize_routes
+from server.api import embeddings, generation_routes, info_routes, messages_routes, tokenize_routes
+from server.api.embeddings import EmbeddingRequest
 from server.api.error_answers import error_answer
 from server.api.messages_schemas import CountTokensRequest, MessagesRequest
 from server.api.request_schemas import ChatCompletionRequest, CompletionRequest
@@ -48,6 +49,7 @@ _BODIES = (
     ChatCompletionRequest,
     MessagesRequest,
     CountTokensRequest,
+    EmbeddingRequest,
     TokenizeRequest,
     DetokenizeRequest,
 )
@@ -103,6 +105,7 @@ def create_app(
     app.state.on_engine_death = _log_death
     app.include_router(generation_routes.create_router())
     app.include_router(messages_routes.create_router())
+    app.include_router(embeddings.create_router())
     app.include_router(info_routes.create_router(serves_metrics=settings.metrics_port is None))
     app.include_router(tokenize_routes.create_router())
     # The last one added is the outermost.

@@ -35,6 +35,7 @@ ENDPOINTS: Final = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat_completions",
     "/v1/messages": "messages",
+    "/v1/embeddings": "embeddings",
 }
 ROUTES: Final = (
     *ENDPOINTS,

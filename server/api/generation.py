@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from starlette.types import Receive
 
@@ -31,6 +32,10 @@ from server.errors import ApiError, ClientDisconnectedError, internal_error, req
 from server.request_metrics import ChoiceRecord, RequestRecord
 from server.text.detokenizer import Detokenizer
 from server.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 logger = logging.getLogger("gemserve.api")
 
@@ -55,6 +60,7 @@ class GenerationPlan:
     skip_special_tokens: bool = True
     num_best: int | None = None  # of the n choices of each prompt, so many are returned: the likeliest
     grammar: Grammar | None = None
+    pools: bool = False  # what is wanted of each prompt is the mean of its hidden states
 
     @property
     def shows_labels(self) -> bool:
@@ -91,6 +97,7 @@ class ChoiceEvent:
     is_first: bool
     finish_reason: FinishReason | None
     stop_text: str | None = None  # the stop string that ended the text
+    mean_hidden: "npt.NDArray[np.float64] | None" = None  # [h], where the plan pools
 
 
 @dataclass(slots=True)
@@ -138,7 +145,17 @@ class _ChoiceText:
             finish_reason = "stop"
         self._num_tokens += len(token_ids)
         logprobs = output.logprobs[: len(token_ids)]
-        return ChoiceEvent(index, text, token_ids, logprobs, output.prompt_logprobs, is_first, finish_reason, detokenizer.stopped)
+        return ChoiceEvent(
+            index,
+            text,
+            token_ids,
+            logprobs,
+            output.prompt_logprobs,
+            is_first,
+            finish_reason,
+            stop_text=detokenizer.stopped,
+            mean_hidden=output.mean_hidden,
+        )
 
 
 class GenerationRun:
@@ -271,6 +288,7 @@ class GenerationRun:
             sampling=replace(prompt.sampling, choice=choice),
             cache_salt=plan.cache_salt,
             grammar=plan.grammar,
+            pools=plan.pools,
             queue_deadline=self._queue_deadline,
         )
         text = _ChoiceText(self.tokenizer, plan, prompt.sampling)

@@ -56,7 +56,9 @@ class GenerationEndpoint(ABC, Generic[Body]):
         self._prepare = prepare
 
     @abstractmethod
-    async def collect(self, run: GenerationRun, head: ResponseHead, body: Body, headers: Mapping[str, str]) -> Response:
+    async def collect(
+        self, run: GenerationRun, head: ResponseHead, body: Body, state: ServerState, headers: Mapping[str, str]
+    ) -> Response:
         """The answer in one piece, when the run is over."""
 
     @abstractmethod
@@ -109,7 +111,7 @@ class GenerationEndpoint(ABC, Generic[Body]):
             if body.stream:
                 return self.stream(run, head, body, await _first_event(run), state, headers)
             try:
-                response = await self.collect(run, head, body, headers)
+                response = await self.collect(run, head, body, state, headers)
             finally:
                 await run.close()
             response.headers.update(record.timing_headers())
@@ -171,7 +173,9 @@ class _OpenAIEndpoint(GenerationEndpoint[OpenAIBody]):
         super().__init__(name, id_prefix, body, prepare)
         self._make_form = make_form
 
-    async def collect(self, run: GenerationRun, head: ResponseHead, body: OpenAIBody, headers: Mapping[str, str]) -> Response:
+    async def collect(
+        self, run: GenerationRun, head: ResponseHead, body: OpenAIBody, state: ServerState, headers: Mapping[str, str]
+    ) -> Response:
         return await collected_response(run, self._make_form(run.tokenizer, run.plan, body), head, headers)
 
     def stream(

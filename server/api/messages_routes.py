@@ -29,7 +29,7 @@ class _MessagesEndpoint(GenerationEndpoint[MessagesRequest]):
         super().__init__("messages", "msg_", MessagesRequest, prepare_messages)
 
     async def collect(
-        self, run: GenerationRun, head: ResponseHead, body: MessagesRequest, headers: Mapping[str, str]
+        self, run: GenerationRun, head: ResponseHead, body: MessagesRequest, state: ServerState, headers: Mapping[str, str]
     ) -> Response:
         return await collected_message(run, head, headers)
 

@@ -36,7 +36,13 @@ def prompt_list(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequen
 
 
 def encode_prompt(
-    tokenizer: Tokenizer, prompt: str | list[int], *, limit: int | None, wants_text: bool, skip_special_tokens: bool
+    tokenizer: Tokenizer,
+    prompt: str | list[int],
+    *,
+    limit: int | None,
+    wants_text: bool,
+    skip_special_tokens: bool,
+    param: str = "prompt",
 ) -> EncodedPrompt:
     """Text gets one BOS; ids are used as they are. ``limit``: see ``truncated``."""
     if isinstance(prompt, str):
@@ -46,7 +52,7 @@ def encode_prompt(
             return EncodedPrompt(kept, prompt)
         shown = kept[1:] if kept[0] == tokenizer.bos_token_id else kept
         return EncodedPrompt(kept, tokenizer.decode(shown, skip_special_tokens=False) if wants_text else "")
-    check_token_ids(tokenizer, prompt, "prompt")
+    check_token_ids(tokenizer, prompt, param)
     kept = truncated(prompt, limit, tokenizer.bos_token_id)
     return EncodedPrompt(kept, tokenizer.decode(kept, skip_special_tokens=skip_special_tokens) if wants_text else "")
 

@@ -27,7 +27,7 @@ MAX_MESSAGES = 4096
 Prompt = str | list[str] | list[int] | list[list[int]]
 
 
-def _check_prompt(value: object) -> object:
+def check_prompts(value: object, limit: int) -> object:
     """Sniffs nothing: the first element decides the form, and every other one must have it. Ids are checked against the
     vocabulary later. A plain union of lists would take [true, 2.0, "5"] for ids and report every element of a long list."""
     expected = "expected a string, a list of strings, a list of token ids, or a list of lists of token ids"
@@ -53,13 +53,17 @@ def _check_prompt(value: object) -> object:
     elif not all(type(token) is int for token in value):
         raise wrong_type(expected + "; token ids are integers")
     num_prompts = 1 if type(first) is int else len(value)
-    if num_prompts > MAX_PROMPTS:
+    if num_prompts > limit:
         raise PydanticCustomError(
             "array_above_max_length",
             "expected at most {limit} prompts, got {count}",
-            {"limit": MAX_PROMPTS, "count": num_prompts},
+            {"limit": limit, "count": num_prompts},
         )
     return value
+
+
+def _check_prompt(value: object) -> object:
+    return check_prompts(value, MAX_PROMPTS)
 
 
 def _listed(value: object) -> object:
@@ -103,19 +107,20 @@ Truncation = Annotated[
 ]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]], AfterValidator(_check_logit_bias)]
+PROMPT_JSON_SCHEMA = WithJsonSchema(
+    {
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "items": {"type": "string"}, "minItems": 1},
+            {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+            {"type": "array", "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1}, "minItems": 1},
+        ]
+    }
+)
 PromptField = Annotated[
     Any,
     BeforeValidator(_check_prompt),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}, "minItems": 1},
-                {"type": "array", "items": {"type": "integer"}, "minItems": 1},
-                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1}, "minItems": 1},
-            ]
-        }
-    ),
+    PROMPT_JSON_SCHEMA,
 ]
 
 

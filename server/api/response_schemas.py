@@ -143,6 +143,24 @@ class MessagesErrorResponse(BaseModel):
     request_id: str
 
 
+class Embedding(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingsUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingsResponse(BaseModel):
+    object: Literal["list"]
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingsUsage
+
+
 class ModelCard(BaseModel):
     id: str
     object: Literal["model"]

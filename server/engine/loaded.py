@@ -36,6 +36,7 @@ class LoadedEngine:
     tokenizer: "Tokenizer"
     grammars: "GrammarCompiler"
     model_names: list[str]  # the first one is used in answers
+    hidden_size: int  # dimensions of an embedding
     default_sampling: dict[str, Any]  # of generation_config.json
     fingerprint: str  # identity of weights, dtype and version of the computation
     model_info: dict[str, str]  # labels of the info metric
@@ -166,6 +167,7 @@ def load_engine(
         tokenizer=tokenizer,
         grammars=grammars,
         model_names=names,
+        hidden_size=config.hidden_size,
         default_sampling=default_sampling,
         fingerprint=fingerprint,
         model_info={

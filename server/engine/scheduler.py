@@ -155,6 +155,7 @@ class Scheduler:
         self.running.remove(request)
         self.kv.free(request)
         request.num_computed_tokens = 0
+        request.hidden_sum = None
         request.status = RequestStatus.PREEMPTED
         request.timings.num_preemptions += 1
         self.waiting.appendleft(request)
@@ -232,6 +233,8 @@ class Scheduler:
                 events.append((request, RequestFailedError(result.error)))
                 continue
             self.kv.commit(request)
+            if result.hidden_sum is not None:
+                request.hidden_sum = result.hidden_sum if request.hidden_sum is None else request.hidden_sum + result.hidden_sum
             # Positions recomputed after a preemption yield log-probabilities that are already there.
             request.prompt_logprobs.extend(result.prompt_logprobs[max(0, len(request.prompt_logprobs) - position) :])
             if samples or request.num_uncomputed_tokens == 0:
@@ -253,6 +256,7 @@ class Scheduler:
             finish_reason=reason,
             stop_token_id=stop_token_id,
             timings=request.timings,
+            mean_hidden=None if request.hidden_sum is None else request.hidden_sum / request.num_prompt_tokens,
         )
         if not request.has_output:
             request.has_output = True
@@ -268,6 +272,8 @@ class Scheduler:
         if request.num_output_tokens and last in request.sampling.stop_token_ids:
             return "stop", last
         if request.grammar is not None and request.grammar.is_complete and request.sampling.max_tokens > 0:
+            return "stop", None
+        if request.spec.pools:
             return "stop", None
         if request.num_output_tokens >= request.sampling.max_tokens or request.num_tokens >= self.config.max_model_len:
             return "length", None
