@@ -133,6 +133,12 @@ class Settings:
         1_048_576, integer(0), "Prompt tokens that may wait to be computed; more are refused. 0: no limit.", "TOKENS"
     )
     overload_status: str = _choices("429", ("429", "503"), "Status of the refusal of what is beyond these two limits.")
+    scheduling_policy: str = _choices(
+        "fcfs",
+        ("fcfs", "priority"),
+        "Which waiting requests start first. fcfs: in the order in which they came; priority: those of the lowest `priority`, "
+        "and in that order among equals.",
+    )
     block_size: int = _setting(16, integer(1), "Tokens in one block of the cache; divides the sliding window.", "TOKENS")
     kv_cache_memory: int | None = _setting(
         None, parse_size, "Memory of the key-value cache, such as 2GiB.", "SIZE", shown="a share of what is free after loading"

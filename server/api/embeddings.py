@@ -19,6 +19,7 @@ from model.sampling_params import SamplingParams
 from server.admission import Ticket
 from server.api.generation import ChoiceEvent, GenerationPlan, GenerationRun, PromptPlan
 from server.api.generation_routes import GenerationEndpoint
+from server.api.priority import checked_priority
 from server.api.prompts import encode_prompt, in_thread, prompt_list
 from server.api.request_schemas import PROMPT_JSON_SCHEMA, GenerationBody, Truncation, check_prompts
 from server.api.response_schemas import EmbeddingsResponse, ErrorResponse
@@ -61,6 +62,7 @@ async def prepare_embeddings(
     if body.dimensions is not None and body.dimensions != size:
         message = f"Embeddings of this model have {size} dimensions and lose their meaning when they are cut. Leave it out."
         raise unsupported_parameter("dimensions", message)
+    priority = checked_priority(state.settings, body.priority)
     inputs = prompt_list(body.input)
     for index, text in enumerate(inputs):
         if text == "":
@@ -75,9 +77,8 @@ async def prepare_embeddings(
     if longest > max_model_len:
         raise context_length_exceeded(max_model_len, longest, 0, "input")
     nothing = SamplingParams(max_tokens=0, temperature=0.0)
-    return GenerationPlan(
-        response_id, tuple(PromptPlan(token_ids, nothing, "") for token_ids in encoded), n=1, stop=(), pools=True
-    )
+    prompts = tuple(PromptPlan(token_ids, nothing, "") for token_ids in encoded)
+    return GenerationPlan(response_id, prompts, n=1, stop=(), priority=priority, pools=True)
 
 
 def _least_num_tokens(loaded: LoadedEngine, inputs: Any, limit: int | None) -> int:

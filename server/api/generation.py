@@ -60,6 +60,8 @@ class GenerationPlan:
     skip_special_tokens: bool = True
     num_best: int | None = None  # of the n choices of each prompt, so many are returned: the likeliest
     grammar: Grammar | None = None
+    priority: int = 0  # lower is earlier
+    shows_timings: bool = False
     pools: bool = False  # what is wanted of each prompt is the mean of its hidden states
 
     @property
@@ -235,6 +237,15 @@ class GenerationRun:
                 return RequestExpiredError("the deadline of the request has passed")
             raise
 
+    @property
+    def is_over(self) -> bool:
+        """Every choice has finished, and no event is left."""
+        return self._open_choices == 0
+
+    def timings(self) -> dict[str, float | None]:
+        """Where the time went, once the run is over."""
+        return self._record.phases.wire()
+
     async def close(self) -> None:
         """Abort whatever still runs. Idempotent."""
         self._stop_tasks()
@@ -289,6 +300,7 @@ class GenerationRun:
             cache_salt=plan.cache_salt,
             grammar=plan.grammar,
             pools=plan.pools,
+            priority=plan.priority,
             queue_deadline=self._queue_deadline,
         )
         text = _ChoiceText(self.tokenizer, plan, prompt.sampling)

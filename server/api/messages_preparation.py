@@ -30,6 +30,7 @@ async def prepare_messages(
             "top_p": body.top_p,
             "top_k": body.top_k,
             "seed": body.seed,
+            "priority": body.priority,
             "continue_final_message": _continues(body) or None,
             "response_format": _response_format(body),
         }

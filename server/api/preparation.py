@@ -12,6 +12,7 @@ from model.grammar_state import Grammar
 from model.sampling_params import SamplingParams
 from server.admission import Ticket
 from server.api.generation import GenerationPlan, PromptPlan
+from server.api.priority import checked_priority
 from server.api.prompts import (
     EncodedPrompt,
     check_token_ids,
@@ -225,6 +226,8 @@ def _plan(
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         grammar=grammar,
+        priority=checked_priority(state.settings, body.priority),
+        shows_timings=bool(body.return_timings),
     )
 
 

@@ -138,6 +138,9 @@ class GenerationBody(WireModel):
     timeout: Annotated[float, Field(ge=MIN_TIMEOUT_SECONDS, le=MAX_TIMEOUT_SECONDS)] | None = Field(
         None, description="Seconds within which the whole answer must be there; also the header X-Request-Timeout."
     )
+    priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = Field(
+        None, description="Lower is earlier; anything but 0 needs --scheduling-policy priority."
+    )
 
 
 class GenerationRequest(GenerationBody):
@@ -170,6 +173,8 @@ class GenerationRequest(GenerationBody):
         None, description="Log-probabilities of the prompt's tokens, with so many alternatives. Not with stream."
     )
     return_token_ids: bool | None = Field(None, description="Adds prompt_token_ids and token_ids to the answer.")
+    return_tokens_as_token_ids: bool | None = Field(None, description="Tokens of logprobs are called token_id:N.")
+    return_timings: bool | None = Field(None, description="Adds timings to the answer, or to the last chunk of its choices.")
     include_stop_str_in_output: bool | None = Field(None, description="The text ends with the stop string or stop token.")
     skip_special_tokens: bool | None = Field(None, description="False: control tokens are shown as their literals. Default true.")
     truncate_prompt_tokens: Truncation | None = Field(

@@ -33,6 +33,14 @@ class PromptLogprob(BaseModel):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
+class Timings(BaseModel):
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+    prefill_tokens_per_second: float | None
+    decode_tokens_per_second: float | None
+
+
 class CompletionChoice(BaseModel):
     index: int
     text: str
@@ -51,6 +59,7 @@ class CompletionResponse(BaseModel):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: UsageSchema
+    timings: Timings | None = Field(None, description="With return_timings.")
 
 
 class TopLogprob(BaseModel):
@@ -90,6 +99,7 @@ class ChatCompletionResponse(BaseModel):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: UsageSchema
+    timings: Timings | None = Field(None, description="With return_timings.")
     prompt_token_ids: list[int] = Field(default_factory=list, description="With return_token_ids.")
     prompt_logprobs: PromptLogprobs = Field(default_factory=list, description="With prompt_logprobs.")
 

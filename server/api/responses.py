@@ -79,6 +79,8 @@ async def collected_response(run: GenerationRun, form: WireForm, head: ResponseH
     choices = [{**form.merged(pieces[chosen]), "index": index} for index, chosen in enumerate(ranking.returned())]
     body = head.envelope(form.object_name, choices) | form.answer_fields()
     body["usage"] = run.usage.wire()
+    if run.plan.shows_timings:
+        body["timings"] = run.timings()
     return JsonResponse(body, headers=dict(headers))
 
 
@@ -158,7 +160,8 @@ class EventStreamResponse(EventStream):
         self._usage = usage
 
     def event_bytes(self, event: ChoiceEvent) -> bytes:
-        return b"".join(self._chunk([piece]) for piece in self._form.pieces(event))
+        pieces = self._form.pieces(event)
+        return b"".join(self._chunk([piece], is_last=self.run.is_over and piece is pieces[-1]) for piece in pieces)
 
     def end_bytes(self) -> bytes:
         return (self._chunk([]) if self._usage.include else b"") + DONE
@@ -166,10 +169,13 @@ class EventStreamResponse(EventStream):
     def error_bytes(self, error: ApiError) -> bytes:
         return b"data: " + encode_json(error.body()) + b"\n\n" + DONE
 
-    def _chunk(self, choices: list[Choice]) -> bytes:
+    def _chunk(self, choices: list[Choice], is_last: bool = False) -> bytes:
+        """``is_last``: after it, no choice has more to say."""
         chunk = self._head.envelope(self._form.chunk_object_name, choices)
         for piece in choices:
             chunk |= self._form.chunk_fields(piece)
         if self._usage.include:
             chunk["usage"] = self.run.usage.wire() if self._usage.continuous or not choices else None
+        if is_last and self.run.plan.shows_timings:
+            chunk["timings"] = self.run.timings()
         return b"data: " + encode_json(chunk) + b"\n\n"

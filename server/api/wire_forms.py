@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from server.api.generation import ChoiceEvent, GenerationPlan
 from server.api.request_schemas import ChatCompletionRequest, CompletionRequest
-from server.api.token_text import LegacyLogprobs, chat_entry, empty_legacy, prompt_entries
+from server.api.token_text import LegacyLogprobs, chat_entry, empty_legacy, prompt_entries, token_namer
 from server.text.tokenizer import Tokenizer
 
 Choice = dict[str, Any]
@@ -39,6 +39,7 @@ class CompletionForm:
 
     def __init__(self, tokenizer: Tokenizer, plan: GenerationPlan, body: CompletionRequest) -> None:
         self._tokenizer = tokenizer
+        self._name = token_namer(tokenizer, bool(body.return_tokens_as_token_ids))
         self._plan = plan
         self._echo = bool(body.echo)
         self._logprobs = body.logprobs
@@ -84,7 +85,7 @@ class CompletionForm:
         lists = empty_legacy()
         if event.is_first:
             skipped = self._tokenizer.skipped_token_ids if self._plan.skip_special_tokens else frozenset[int]()
-            writer = self._writers[event.index] = LegacyLogprobs(self._tokenizer, num_top, skipped)
+            writer = self._writers[event.index] = LegacyLogprobs(self._tokenizer, self._name, num_top, skipped)
             if self._echo:
                 lists = writer.prompt(prompt.token_ids, event.prompt_logprobs or (), prompt.text, self._prompts_are_text)
             else:
@@ -120,6 +121,7 @@ class ChatForm:
 
     def __init__(self, tokenizer: Tokenizer, plan: GenerationPlan, body: ChatCompletionRequest) -> None:
         self._tokenizer = tokenizer
+        self._name = token_namer(tokenizer, bool(body.return_tokens_as_token_ids))
         self._plan = plan
         self._shows_logprobs = bool(body.logprobs)
         self._top_logprobs = body.top_logprobs or 0
@@ -133,7 +135,7 @@ class ChatForm:
         entries = None
         if self._shows_logprobs:
             num_top = None if self._plan.shows_labels else self._top_logprobs
-            entries = [chat_entry(self._tokenizer, token, num_top) for token in event.logprobs]
+            entries = [chat_entry(self._tokenizer, self._name, token, num_top) for token in event.logprobs]
         if self._prompt_logprobs is not None and event.is_first:
             self._scored_prompt = prompt_entries(self._tokenizer, event.prompt_logprobs or (), self._prompt_logprobs)
         pieces = []

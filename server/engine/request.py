@@ -48,7 +48,7 @@ class GenerationSpec:
     prompt_token_ids: Sequence[int]  # at least one token
     sampling: SamplingParams
     cache_salt: str | None = None  # requests share cached prefixes only under the same salt
-    priority: int = 0
+    priority: int = 0  # lower is started earlier and preempted later
     grammar: Grammar | None = None  # what the text is constrained to
     pools: bool = False  # wants the mean of the final hidden states of its prompt, and no tokens: max_tokens is 0
     queue_deadline: float | None = None  # time of the engine's clock after which the request must not be started any more

@@ -146,13 +146,16 @@ class Harness:
         request_id: str | None = None,
         grammar: Grammar | None = None,
         pools: bool = False,
+        priority: int = 0,
         **sampling: object,
     ) -> str:
         request_id = request_id or f"r{self.num_requests}"
         self.num_requests += 1
         params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
         self.outputs[request_id] = []
-        self.core.add(GenerationSpec(request_id, list(prompt), params, cache_salt=salt, grammar=grammar, pools=pools))
+        self.core.add(
+            GenerationSpec(request_id, list(prompt), params, cache_salt=salt, grammar=grammar, pools=pools, priority=priority)
+        )
         return request_id
 
     def step(self) -> None:
