@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import anthropic
 import pytest
-from anthropic.types import MessageParam
+from anthropic.types import ErrorResponse, Message, MessageParam, RawMessageStreamEvent
+from pydantic import TypeAdapter
 
 from tests.http.live_server import LiveServer
 
@@ -39,6 +40,18 @@ def test_a_stream_accumulates_to_the_message(client: anthropic.Anthropic) -> Non
     assert whole.content[0].text == final.content[0].text == text
     assert final.stop_reason == whole.stop_reason
     assert final.usage.output_tokens == 30
+
+
+def test_raw_answers_have_the_shape_that_the_client_documents(server: LiveServer) -> None:
+    body = {"messages": HELLO, "max_tokens": 5, "temperature": 0}
+    TypeAdapter(Message).validate_json(server.post("/v1/messages", body).content)
+    stream = server.post("/v1/messages", {**body, "stream": True}).text
+    found = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")]
+    for line in found:
+        if line != '{"type":"ping"}':  # is documented, and has no type
+            TypeAdapter(RawMessageStreamEvent).validate_json(line)
+    error = server.post("/v1/messages", {})
+    TypeAdapter(ErrorResponse).validate_json(error.content)
 
 
 def test_stop_sequences(client: anthropic.Anthropic) -> None:
