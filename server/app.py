@@ -170,6 +170,7 @@ def _start_loading(app: FastAPI, state: ServerState, factory: EngineFactory) -> 
         engine.engine.start()
         state.loaded = engine
         state.phase = "ready"
+        state.loaded_once.set()
         logger.info("ready: serving %s", ", ".join(engine.model_names))
 
     def failed(error: BaseException) -> None:

@@ -98,11 +98,11 @@ def serve(settings: Settings) -> int:
         finally:
             signal.signal(signal.SIGTERM, previous)
             if server.is_loading:
-                _exit_at_once(EXIT_INTERRUPTED if isinstance(sys.exception(), KeyboardInterrupt) else 0)
+                exit_at_once(EXIT_INTERRUPTED if isinstance(sys.exception(), KeyboardInterrupt) else 0)
     if server.fault is not None:
         _tell_fault(settings, server.fault)
         if isinstance(server.fault, EngineHungError):
-            _exit_at_once(1)
+            exit_at_once(1)
         return 1
     return 0
 
@@ -146,7 +146,7 @@ def prepare(settings: Settings, metrics_socket: socket.socket | None = None) -> 
     return server
 
 
-def _exit_at_once(code: int) -> NoReturn:
+def exit_at_once(code: int) -> NoReturn:
     """End without tearing the interpreter down: native code of the loading thread, or of a step that hangs,
     would abort the process in that."""
     logging.shutdown()
