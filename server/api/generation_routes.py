@@ -95,7 +95,7 @@ class GenerationEndpoint(ABC, Generic[Body]):
                 record.observe_plan(plan.num_prompt_tokens, max(prompt.sampling.max_tokens for prompt in plan.prompts))
                 model = body.model or loaded.model_names[0]
                 if record.is_traced:
-                    record.add_attributes(trace_attributes(request, plan, body, model))
+                    record.add_attributes(trace_attributes(request, plan, getattr(body, "seed", None), model))
                 head = ResponseHead(response_id, int(time.time()), model, state.system_fingerprint)
                 headers = parsed.headers()
                 until = deadline.queue_deadline(
