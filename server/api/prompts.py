@@ -10,7 +10,7 @@ from anyio import to_thread
 from server.api.request_schemas import Message
 from server.errors import ApiError, invalid_request
 from server.state import ServerState
-from server.text.chat_template import ChatMessage, ChatTemplateError, merge_messages
+from server.text.conversation import ChatMessage, ChatTemplateError, merge_messages
 from server.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")

@@ -8,15 +8,18 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from model.grammar_state import GrammarFault, GrammarState
-from server.grammar.source import GrammarError, GrammarSource
+from server.grammar.source import GrammarError, GrammarSource, check_schema
 from server.grammar.state import MatcherState, compute_mask
 from server.text.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
 
 COMPILE_SECONDS = 1.5
 COMPILE_THREADS = 2
@@ -56,13 +59,29 @@ class GrammarCompiler:
 
     async def compile(self, source: GrammarSource) -> CompiledGrammar:
         """Raises GrammarError. Its time counts from when one of the places is free; a thread keeps its place until it is done."""
+        return await self._in_thread(lambda: self.compile_now(source))
+
+    async def first_fault(self, schemas: Sequence[dict[str, Any]]) -> tuple[int, GrammarError] | None:
+        """Which of them is no JSON schema, and why; None where all are. Raises GrammarError where they take too long."""
+
+        def check() -> tuple[int, GrammarError] | None:
+            for index, schema in enumerate(schemas):
+                try:
+                    check_schema(schema)
+                except GrammarError as error:
+                    return index, error
+            return None
+
+        return await self._in_thread(check)
+
+    async def _in_thread(self, compile_it: Callable[[], Result]) -> Result:
         loop = asyncio.get_running_loop()
         await self._places.acquire()
-        result: Future[CompiledGrammar] = Future()
+        result: Future[Result] = Future()
 
         def work() -> None:
             try:
-                compiled = self.compile_now(source)
+                compiled = compile_it()
             except BaseException as error:
                 result.set_exception(error)
             else:
