@@ -21,7 +21,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api import generation_routes, info_routes, tokenize_routes
-from server.api.request_schemas import ChatCompletionRequest, CompletionRequest
+from server.api.chat_schemas import ChatCompletionRequest
+from server.api.request_schemas import CompletionRequest
+from server.api.response_request import ResponseItem, ResponseRequest
 from server.api.responses import error_response
 from server.api.tokenize_schemas import DetokenizeRequest, TokenizeRequest
 from server.engine.loaded import LoadedEngine, load_engine
@@ -43,6 +45,8 @@ logger = logging.getLogger("gemserve.app")
 
 # Loads what the settings name; the second argument is told the name of each phase as it begins.
 EngineFactory = Callable[[Settings, Callable[[str], None]], LoadedEngine]
+# Read by hand, so their schemas are added to the description by hand.
+BODIES = (CompletionRequest, ChatCompletionRequest, ResponseRequest, ResponseItem, TokenizeRequest, DetokenizeRequest)
 OnEngineDeath = Callable[[BaseException], None]
 LAST_TRACES_SECONDS = 5.0
 
@@ -202,7 +206,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         models = models_json_schema(
-            [(body, "validation") for body in (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)],
+            [(body, "validation") for body in BODIES],
             ref_template="#/components/schemas/{model}",
         )
         schemas = schema["components"]["schemas"]

@@ -31,7 +31,7 @@ from server.version import __version__
 # generate_latest writes this format; the library's own default content type announces one that mangles names with a colon.
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
-ENDPOINTS: Final = {"/v1/completions": "completions", "/v1/chat/completions": "chat_completions"}
+ENDPOINTS: Final = {"/v1/completions": "completions", "/v1/chat/completions": "chat_completions", "/v1/responses": "responses"}
 ROUTES: Final = (
     *ENDPOINTS,
     "/v1/models",

@@ -1,4 +1,4 @@
-"""POST /v1/completions and POST /v1/chat/completions: read, check, plan, run, answer. Only the answer's form differs."""
+"""POST /v1/completions, /v1/chat/completions and /v1/responses: read, check, plan, run, answer. Only plan and answer differ."""
 
 import time
 import uuid
@@ -12,22 +12,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.admission import Ticket
+from server.api.chat_schemas import ChatCompletionRequest
+from server.api.choice_answer import ChoiceAnswer, StreamUsage
 from server.api.context import request_id_of, state_of
 from server.api.deadline import Deadline, header_timeout
-from server.api.generation import ChoiceEvent, GenerationPlan, GenerationRun
-from server.api.preparation import prepare_chat, prepare_completion
-from server.api.request_schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from server.api.response_schemas import ChatCompletionResponse, CompletionResponse, ErrorResponse
-from server.api.responses import (
-    KEEP_ALIVE_SECONDS,
-    EventStreamResponse,
-    ResponseHead,
-    StreamUsage,
-    collected_response,
-)
+from server.api.generation import ChoiceEvent, GenerationRun
+from server.api.generation_plan import GenerationPlan
+from server.api.preparation import prepare_chat, prepare_completion, prepare_response
+from server.api.request_schemas import CompletionRequest, GenerationRequest
+from server.api.response_answer import ResponseAnswer
+from server.api.response_request import ResponseRequest
+from server.api.response_schemas import ChatCompletionResponse, CompletionResponse, ErrorResponse, ResponseObject
+from server.api.responses import KEEP_ALIVE_SECONDS, Answer, EventStreamResponse, collected_response
 from server.api.trace_attributes import trace_attributes
 from server.api.validation import parse_request, read_json_object, request_body
-from server.api.wire_forms import ChatForm, CompletionForm, WireForm
+from server.api.wire_forms import ChatForm, CompletionForm
+from server.api.wire_values import ResponseHead
 from server.engine.loaded import LoadedEngine
 from server.errors import ApiError, ClientDisconnectedError, request_timeout
 from server.request_metrics import RequestRecord
@@ -36,7 +36,7 @@ from server.tracing import PROPAGATION_HEADERS
 
 Body = TypeVar("Body", bound=GenerationRequest)
 Prepare = Callable[[ServerState, LoadedEngine, Body, str, Ticket], Awaitable[GenerationPlan]]
-MakeForm = Callable[[LoadedEngine, GenerationPlan, Body], WireForm]
+MakeAnswer = Callable[[ServerState, LoadedEngine, GenerationPlan, Body, ResponseHead], Answer]
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse} for status in (400, 401, 403, 404, 408, 413, 429, 500, 503)
@@ -44,18 +44,20 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 class _Endpoint(Generic[Body]):
-    """What tells one generation endpoint from the other."""
+    """What tells one generation endpoint from the others."""
 
-    def __init__(self, name: str, id_prefix: str, body: type[Body], prepare: Prepare[Body], make_form: MakeForm[Body]) -> None:
+    def __init__(
+        self, name: str, id_prefix: str, body: type[Body], prepare: Prepare[Body], make_answer: MakeAnswer[Body]
+    ) -> None:
         self._name = name
         self._id_prefix = id_prefix
         self._body = body
         self._prepare = prepare
-        self._make_form = make_form
+        self._make_answer = make_answer
 
     async def handle(self, request: Request) -> Response:
         state = state_of(request)
-        response_id = f"{self._id_prefix}-{uuid.uuid4().hex}"
+        response_id = f"{self._id_prefix}{uuid.uuid4().hex}"
         request_id = request_id_of(request)
         request_id.adopt(response_id)
         carrier = {name: request.headers[name] for name in PROPAGATION_HEADERS if name in request.headers}
@@ -78,7 +80,7 @@ class _Endpoint(Generic[Body]):
                     record.add_attributes(trace_attributes(request, plan, body, model))
                 head = ResponseHead(response_id, int(time.time()), model, state.system_fingerprint)
                 headers = parsed.headers()
-                form = self._make_form(loaded, plan, body)
+                answer = self._make_answer(state, loaded, plan, body, head)
                 until = deadline.queue_deadline(
                     stream=record.stream, num_sequences=plan.num_sequences, keep_alive_seconds=KEEP_ALIVE_SECONDS
                 )
@@ -90,9 +92,9 @@ class _Endpoint(Generic[Body]):
                 raise
             run.start(request.receive)
             if body.stream:
-                return await _stream(run, form, head, body, state, headers)
+                return await _stream(run, answer, state, headers)
             try:
-                response = await collected_response(run, form, head, headers)
+                response = await collected_response(run, answer, headers)
             finally:
                 await run.close()
             response.headers.update(record.timing_headers())
@@ -109,9 +111,7 @@ class _Endpoint(Generic[Body]):
             raise request_timeout() from None
 
 
-async def _stream(
-    run: GenerationRun, form: WireForm, head: ResponseHead, body: GenerationRequest, state: ServerState, headers: dict[str, str]
-) -> Response:
+async def _stream(run: GenerationRun, answer: Answer, state: ServerState, headers: dict[str, str]) -> Response:
     """Waits for the first token, so that what fails before it is an HTTP error; after a while the stream begins without one."""
     first: ChoiceEvent | None
     try:
@@ -121,11 +121,7 @@ async def _stream(
     except BaseException:
         await run.close()
         raise
-    options = body.stream_options
-    usage = StreamUsage()
-    if options is not None and options.include_usage:
-        usage = StreamUsage(include=True, continuous=bool(options.continuous_usage_stats))
-    return EventStreamResponse(run, form, head, usage, first, state.metrics, headers)
+    return EventStreamResponse(run, answer, first, state.metrics, headers)
 
 
 @asynccontextmanager
@@ -148,18 +144,29 @@ async def _counted(record: RequestRecord) -> AsyncIterator[None]:
         raise
 
 
-def _completion_form(loaded: LoadedEngine, plan: GenerationPlan, body: CompletionRequest) -> WireForm:
-    return CompletionForm(loaded.tokenizer, plan, body)
+def _completion_answer(
+    state: ServerState, loaded: LoadedEngine, plan: GenerationPlan, body: CompletionRequest, head: ResponseHead
+) -> Answer:
+    return ChoiceAnswer(plan, CompletionForm(loaded.tokenizer, plan, body), head, StreamUsage.of(body.stream_options))
 
 
-def _chat_form(loaded: LoadedEngine, plan: GenerationPlan, body: ChatCompletionRequest) -> WireForm:
-    return ChatForm(loaded.tokenizer, plan, body)
+def _chat_answer(
+    state: ServerState, loaded: LoadedEngine, plan: GenerationPlan, body: ChatCompletionRequest, head: ResponseHead
+) -> Answer:
+    return ChoiceAnswer(plan, ChatForm(loaded.tokenizer, plan, body), head, StreamUsage.of(body.stream_options))
+
+
+def _response_answer(
+    state: ServerState, loaded: LoadedEngine, plan: GenerationPlan, body: ResponseRequest, head: ResponseHead
+) -> Answer:
+    return ResponseAnswer(state, loaded.tokenizer, plan, body, head)
 
 
 def create_router() -> APIRouter:
     router = APIRouter()
-    completions = _Endpoint("completions", "cmpl", CompletionRequest, prepare_completion, _completion_form)
-    chat = _Endpoint("chat_completions", "chatcmpl", ChatCompletionRequest, prepare_chat, _chat_form)
+    completions = _Endpoint("completions", "cmpl-", CompletionRequest, prepare_completion, _completion_answer)
+    chat = _Endpoint("chat_completions", "chatcmpl-", ChatCompletionRequest, prepare_chat, _chat_answer)
+    responses = _Endpoint("responses", "resp_", ResponseRequest, prepare_response, _response_answer)
 
     @router.post(
         "/v1/completions",
@@ -178,5 +185,14 @@ def create_router() -> APIRouter:
     )
     async def create_chat_completion(request: Request) -> Response:
         return await chat.handle(request)
+
+    @router.post(
+        "/v1/responses",
+        responses={200: {"model": ResponseObject}, **_ERRORS},
+        openapi_extra=request_body("ResponseRequest"),
+        summary="Answer a chat, as typed items",
+    )
+    async def create_response(request: Request) -> Response:
+        return await responses.handle(request)
 
     return router

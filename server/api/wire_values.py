@@ -1,4 +1,7 @@
-"""What the models of all bodies are made of: a strict base, and checks of their own that name the fault."""
+"""What bodies and answers are made of: a strict base for models, checks that name the fault, JSON as it is sent."""
+
+import json
+from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticCustomError
@@ -19,3 +22,17 @@ def check_text(value: str) -> str:
     except UnicodeEncodeError:
         raise PydanticCustomError("invalid_value", "the text holds a lone surrogate and is not valid Unicode") from None
     return value
+
+
+def encode_json(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseHead:
+    """What every chunk of a stream, or the one answer, repeats."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
