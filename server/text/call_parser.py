@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
-_FENCE_NAMES = ("json", "tool_code", "tool_call", "tool_calls", "")
-_FENCE = "```"
+from server.text.call_head import FENCE, CallHead, IncompleteError, MismatchError, Reader, read_head, read_next
+
 _BRACKET = re.compile(r'["\\{}\[\]]')
 
 
@@ -49,29 +49,6 @@ class _State(Enum):
     GAP = auto()  # in a list, between calls
     REST = auto()  # in a list, behind something that is no call: up to its end
     FENCE = auto()  # behind a call in a fence
-
-
-class _IncompleteError(Exception):
-    """The text so far may be the beginning of a call."""
-
-    def __init__(self, is_sure: bool) -> None:
-        super().__init__()
-        self.is_sure = is_sure  # it has come as far as the name
-
-
-class _MismatchError(Exception):
-    """The text is no call."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """A call up to its arguments: where they begin, or the brace behind a call without any."""
-
-    name: str
-    end: int
-    has_arguments: bool
-    in_list: bool
-    in_fence: bool
 
 
 class CallParser:
@@ -109,8 +86,8 @@ class CallParser:
         if not held.strip():
             return [held] if held and not self._follows_call else []
         try:
-            _read_head(held, self._names, follows_call=self._follows_call)
-        except _IncompleteError as error:
+            read_head(held, self._names, follows_call=self._follows_call)
+        except IncompleteError as error:
             return [] if error.is_sure else [held]
         raise AssertionError("a complete head was held back")
 
@@ -123,10 +100,10 @@ class CallParser:
                     self._state = _State.START if self._held else _State.CONTENT
                 case _State.START:
                     try:
-                        head = _read_head(self._held, self._names, follows_call=self._follows_call)
-                    except _IncompleteError:
+                        head = read_head(self._held, self._names, follows_call=self._follows_call)
+                    except IncompleteError:
                         return
-                    except _MismatchError:
+                    except MismatchError:
                         blanks = len(self._held) - len(self._held.lstrip())
                         yield self._take(self._held.find("\n", blanks))
                         self._state = _State.START if self._held else _State.CONTENT
@@ -146,10 +123,10 @@ class CallParser:
                         self._end_call()
                 case _State.GAP:
                     try:
-                        head = _read_next(self._held, self._names)
-                    except _IncompleteError:
+                        head = read_next(self._held, self._names)
+                    except IncompleteError:
                         return
-                    except _MismatchError:
+                    except MismatchError:
                         self._state, self._brackets = _State.REST, _Brackets(1)
                     else:
                         yield self._begin(head)
@@ -159,13 +136,13 @@ class CallParser:
                     if end >= 0:
                         self._end_list()
                 case _State.FENCE:
-                    reader = _Reader(self._held)
+                    reader = Reader(self._held)
                     try:
                         reader.blanks()
-                        reader.expect(_FENCE)
-                    except _IncompleteError:
+                        reader.expect(FENCE)
+                    except IncompleteError:
                         return
-                    except _MismatchError:
+                    except MismatchError:
                         pass
                     else:
                         self._take(reader.position)
@@ -178,7 +155,7 @@ class CallParser:
         taken, self._held = self._held[:end], self._held[end:]
         return taken
 
-    def _begin(self, head: _Head) -> CallPiece:
+    def _begin(self, head: CallHead) -> CallPiece:
         self._take(head.end)
         self._state = _State.ARGUMENTS if head.has_arguments else _State.TAIL
         self._brackets = _Brackets(0 if head.has_arguments else 1)
@@ -224,98 +201,3 @@ class _Brackets:
                 if self._depth == 0:
                     return start
         return -1
-
-
-class _Reader:
-    """Reads expected characters. The end of the text is an _IncompleteError, anything unexpected a _MismatchError."""
-
-    def __init__(self, text: str) -> None:
-        self.position = 0
-        self.is_sure = False
-        self._text = text
-
-    def peek(self) -> str:
-        if self.position == len(self._text):
-            raise _IncompleteError(self.is_sure)
-        return self._text[self.position]
-
-    def blanks(self) -> None:
-        while self.position < len(self._text) and self._text[self.position].isspace():
-            self.position += 1
-
-    def accepts(self, character: str) -> bool:
-        if self.peek() != character:
-            return False
-        self.position += 1
-        return True
-
-    def expect(self, *literals: str) -> str:
-        """One of them; the first that fits is taken."""
-        may_follow = False
-        for literal in literals:
-            if self._text.startswith(literal, self.position):
-                self.position += len(literal)
-                return literal
-            may_follow = may_follow or literal.startswith(self._text[self.position :])
-        raise _IncompleteError(self.is_sure) if may_follow else _MismatchError
-
-    def word(self, words: tuple[str, ...]) -> None:
-        """Exactly one of them: what follows is no letter."""
-        start = self.position
-        while self.position < len(self._text) and (self._text[self.position].isalnum() or self._text[self.position] == "_"):
-            self.position += 1
-        found = self._text[start : self.position]
-        if self.position == len(self._text) and any(word.startswith(found) for word in words):
-            raise _IncompleteError(self.is_sure)
-        if found not in words:
-            raise _MismatchError
-
-
-def _read_head(text: str, names: tuple[str, ...], *, follows_call: bool) -> _Head:
-    """Raises _IncompleteError, _MismatchError. Behind a call there may be a comma."""
-    reader = _Reader(text)
-    reader.blanks()
-    if follows_call and reader.accepts(","):
-        reader.blanks()
-    in_fence = reader.peek() == "`"
-    if in_fence:
-        reader.expect(_FENCE)
-        reader.word(_FENCE_NAMES)
-        reader.blanks()
-    in_list = reader.accepts("[")
-    return _read_object(reader, names, in_list, in_fence)
-
-
-def _read_next(text: str, names: tuple[str, ...]) -> _Head:
-    """The next call of a list. Its end is a _MismatchError, as is everything else."""
-    reader = _Reader(text)
-    reader.is_sure = True
-    reader.blanks()
-    if not reader.accepts(","):
-        raise _MismatchError
-    return _read_object(reader, names, in_list=True, in_fence=False)
-
-
-def _read_object(reader: _Reader, names: tuple[str, ...], in_list: bool, in_fence: bool) -> _Head:
-    reader.blanks()
-    reader.expect("{")
-    reader.blanks()
-    reader.expect('"name"')
-    reader.blanks()
-    reader.expect(":")
-    reader.is_sure = True
-    reader.blanks()
-    reader.expect('"')
-    name = reader.expect(*(name + '"' for name in names))[:-1]
-    reader.blanks()
-    if reader.peek() == "}":
-        return _Head(name, reader.position, has_arguments=False, in_list=in_list, in_fence=in_fence)
-    reader.expect(",")
-    reader.blanks()
-    reader.expect('"parameters"', '"arguments"')
-    reader.blanks()
-    reader.expect(":")
-    reader.blanks()
-    if reader.peek() != "{":
-        raise _MismatchError
-    return _Head(name, reader.position, has_arguments=True, in_list=in_list, in_fence=in_fence)

@@ -9,8 +9,8 @@ import pytest
 from openai.types.responses import FunctionToolParam, Response, ResponseInputParam
 from pydantic import BaseModel
 
-from tests.http.test_tools import ARGUMENTS, PLAIN, RANDOM, SCHEMA, TEXTS, TWO_CALLS
-from tests.scripted import FAILS, scripted_server
+from tests.http.live_server import LiveServer
+from tests.http.tool_requests import ARGUMENTS, FAILING, PLAIN, RANDOM, SCHEMA, TEXTS, TWO_CALLS
 
 MODEL = "fake-gemma"
 TOOLS: list[FunctionToolParam] = [
@@ -25,9 +25,8 @@ class Place(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[openai.OpenAI]:
-    texts = [*TEXTS, f"So far{FAILS}"]
-    with scripted_server(texts) as live, openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+def client(scripted: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -107,7 +106,7 @@ def test_parsed_arguments(client: openai.OpenAI) -> None:
 
 
 def test_a_failure_and_an_incomplete_answer_are_seen(client: openai.OpenAI) -> None:
-    events = list(client.responses.create(model=MODEL, input="x", stream=True, temperature=1, extra_body={"seed": len(TEXTS)}))
+    events = list(client.responses.create(model=MODEL, input="x", stream=True, temperature=1, extra_body={"seed": FAILING}))
     assert events[-1].type == "response.failed"
     assert events[-1].response.error is not None
     cut = client.responses.create(model=MODEL, input="x", max_output_tokens=3, temperature=1, extra_body={"seed": PLAIN})

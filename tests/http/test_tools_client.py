@@ -8,8 +8,8 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 from pydantic import BaseModel
 
-from tests.http.test_tools import ARGUMENTS, ONLY_CALL, PLAIN, RANDOM, TEXTS, TWO_CALLS
-from tests.scripted import scripted_server
+from tests.http.live_server import LiveServer
+from tests.http.tool_requests import ARGUMENTS, ONLY_CALL, PLAIN, RANDOM, TEXTS, TWO_CALLS
 
 MODEL = "fake-gemma"
 USER: ChatCompletionMessageParam = {"role": "user", "content": "Weather?"}
@@ -42,8 +42,8 @@ TOOLS: list[ChatCompletionToolParam] = [
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[openai.OpenAI]:
-    with scripted_server(TEXTS) as live, openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+def client(scripted: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
