@@ -9,6 +9,7 @@ from server.api.generation_plan import GenerationPlan, PromptPlan
 from server.api.prompts import EncodedPrompt, check_token_ids, unknown_token
 from server.api.request_schemas import ChoicesRequest, GenerationRequest
 from server.api.sampling import sampling_params
+from server.api.wire_values import WireModel
 from server.engine.loaded import LoadedEngine
 from server.errors import ApiError, context_length_exceeded, invalid_request, model_not_found
 from server.state import ServerState
@@ -36,9 +37,7 @@ def check_common(loaded: LoadedEngine, body: GenerationRequest) -> None:
 
 def check_choices(loaded: LoadedEngine, body: ChoicesRequest, *, has_logprobs: bool) -> None:
     """What completions and chats check besides."""
-    if body.stream_options is not None and not body.stream:
-        message = "The parameter 'stream_options' is allowed only when 'stream' is true."
-        raise invalid_request(message, param="stream_options", code="invalid_value")
+    check_stream_options(body.stream_options, body.stream)
     if body.prompt_logprobs is not None and body.stream:
         message = "Invalid value for 'prompt_logprobs': they are not sent with 'stream'; leave one of them out."
         raise invalid_request(message, param="prompt_logprobs", code="invalid_value")
@@ -46,6 +45,12 @@ def check_choices(loaded: LoadedEngine, body: ChoicesRequest, *, has_logprobs: b
     if body.logprob_token_ids and not has_logprobs:
         message = "Invalid value for 'logprob_token_ids': it needs 'logprobs'."
         raise invalid_request(message, param="logprob_token_ids", code="invalid_value")
+
+
+def check_stream_options(options: WireModel | None, stream: bool | None) -> None:
+    if options is not None and not stream:
+        message = "The parameter 'stream_options' is allowed only when 'stream' is true."
+        raise invalid_request(message, param="stream_options", code="invalid_value")
 
 
 def check_num_sequences(num_prompts: int, n: int, param: str, count_param: str) -> None:

@@ -14,6 +14,7 @@ from server.api.planning import (
     check_choices,
     check_common,
     check_num_sequences,
+    check_stream_options,
     hopeless,
     least_num_tokens,
     make_plan,
@@ -135,6 +136,7 @@ async def prepare_response(
     state: ServerState, loaded: LoadedEngine, body: ResponseRequest, response_id: str, ticket: Ticket
 ) -> GenerationPlan:
     check_common(loaded, body)
+    check_stream_options(body.stream_options, body.stream)
     use = tool_use(response_functions(body.tools), body.tool_choice, body.parallel_tool_calls)
     conversation = response_conversation(body, () if use is None else use.shown)
     ticket.admit(1, 0)

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from server.api.deadline import MAX_TIMEOUT_SECONDS, MIN_TIMEOUT_SECONDS
 from server.api.structured_schemas import ChoiceList, Pattern, ResponseFormat, SchemaField, StructuredOutputs
-from server.api.wire_values import WireModel, check_text, wrong_type
+from server.api.wire_values import JsonObject, WireModel, check_text, wrong_type
 
 MAX_INT = 2**63 - 1
 MAX_CHOICES = 128
@@ -167,7 +167,7 @@ class GenerationRequest(WireModel):
     user: Annotated[str, Field(max_length=512)] | None = None
     # Known to OpenAI's API and without meaning here.
     store: bool | None = None
-    metadata: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    metadata: Annotated[JsonObject, Field(max_length=64)] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 from server.api.chat_schemas import MAX_MESSAGES
 from server.api.request_schemas import MAX_LOGPROBS, GenerationRequest, Text, TokenCount
 from server.api.tool_schemas import MAX_TOOLS, FunctionDefinition, ToolChoiceField, TypedTool
-from server.api.wire_values import WireModel, check_text, wrong_type
+from server.api.wire_values import JsonObject, WireModel, check_text, wrong_type
 
 _LOGPROBS = "message.output_text.logprobs"
 # What belongs to kinds of input and output that are not here is never there to be included.
@@ -118,7 +118,7 @@ class ResponseTextFormat(WireModel):
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Field(max_length=512)] | None = None
     description: str | None = Field(None, description="Accepted; the model does not see it.")
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: JsonObject | None = Field(None, alias="schema")
     strict: bool | None = Field(None, description="The schema is enforced either way.")
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from server.api.wire_values import WireModel, check_text, wrong_type
+from server.api.wire_values import JsonObject, WireModel, check_text, wrong_type
 
 MAX_TOOLS = 512
 MAX_NAME_CHARACTERS = 64
@@ -90,9 +90,7 @@ ToolChoiceField = Annotated[
 class FunctionDefinition(WireModel):
     name: FunctionName
     description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARACTERS), AfterValidator(check_text)] | None = None
-    parameters: dict[str, Any] | None = Field(
-        None, description="The JSON schema of the arguments, an object; none: no arguments."
-    )
+    parameters: JsonObject | None = Field(None, description="The JSON schema of the arguments, an object; none: no arguments.")
     strict: bool | None = Field(None, description="Accepted; calls that must be made follow the schema either way.")
 
 

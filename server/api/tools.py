@@ -84,8 +84,7 @@ async def compile_constraint(loaded: LoadedEngine, content: GrammarSource | None
         if rules.otherwise is not None:
             await compile_grammar(loaded, content)  # raises where the fault is there
         for function in use.functions:
-            alone = GrammarSource("json", function.schema, function.param)
-            await compile_grammar(loaded, alone)
+            await compile_grammar(loaded, GrammarSource("calls", CallRules((function,), several=False), function.param))
         raise invalid_constraint("tools", str(error)) from None
 
 

@@ -2,8 +2,9 @@
 
 import json
 from dataclasses import dataclass
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic_core import PydanticCustomError
 
 
@@ -24,8 +25,24 @@ def check_text(value: str) -> str:
     return value
 
 
+def check_finite(value: dict[str, Any]) -> dict[str, Any]:
+    """Of an object of any form: JSON can spell numbers, such as 1e999, that it can't carry as values."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise PydanticCustomError("invalid_value", "expected finite numbers in it") from None
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(check_finite)]
+
+
 def encode_json(value: object) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError:  # a lone surrogate of the client's, repeated as the escape that it came as
+        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
 
 
 @dataclass(frozen=True, slots=True)

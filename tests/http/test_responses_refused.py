@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from server.api import generation_routes
 from tests.http.live_server import LiveServer, error_of
 from tests.http.response_requests import RESPONSES, TOOLS, events_of, respond
 from tests.http.tool_requests import FAILING_AT_ONCE, ONLY_CALL, PLAIN
-from tests.scripted import scripted_server
+from tests.scripted import FAILS, scripted_server
 
 
 @pytest.fixture
@@ -82,12 +83,24 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": "a" * 2000}, "input", "context_length_exceeded"),
     ({"stop": ["a"] * 5}, "stop", "array_above_max_length"),
     ({"stream": "yes"}, "stream", "invalid_type"),
+    ({"metadata": {"a": [float("inf")]}}, "metadata", "invalid_value"),
+    (
+        {"tools": [{"type": "function", "name": "f", "parameters": {"const": float("inf")}}]},
+        "tools[0].parameters",
+        "invalid_value",
+    ),
+    ({"stream_options": {"include_obfuscation": False}}, "stream_options", "invalid_value"),
+    (
+        {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": 1}},
+        "stream_options.include_obfuscation",
+        "invalid_type",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("fields", "param", "code"), REFUSED, ids=lambda value: str(value)[:50])
 def test_what_is_wrong_is_named(server: LiveServer, fields: dict[str, Any], param: str, code: str) -> None:
-    body = json.dumps({"input": "Weather?", "max_output_tokens": 2, **fields})
+    body = json.dumps({"input": "Weather?", "max_output_tokens": 2, **fields}).replace("Infinity", "1e999")
     response = server.client.post(RESPONSES, content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400, response.text
     error = error_of(response)
@@ -102,13 +115,18 @@ def test_what_is_wrong_is_named(server: LiveServer, fields: dict[str, Any], para
         dict.fromkeys(("instructions", "tools", "text", "include", "previous_response_id", "conversation", "background")),
         {"background": False, "truncation": "disabled", "tools": [], "text": {}, "reasoning": {}, "tool_choice": "none"},
         {"text": {"format": {"type": "text"}}, "include": ["reasoning.encrypted_content"], "parallel_tool_calls": True},
-        {"stream_options": {"include_obfuscation": False}, "top_k": 5, "seed": 3, "stop": "x", "user": "u"},
+        {"stream_options": None, "top_k": 5, "seed": 3, "stop": "x", "user": "u"},
         {"input": [{"role": "user", "content": []}]},
+        {"metadata": {"\ud800": "\udfff"}},
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_what_means_nothing_here_is_taken(server: LiveServer, fields: dict[str, Any]) -> None:
-    assert respond(server, max_output_tokens=2, **fields)["status"] == "incomplete"
+    body = json.dumps({"input": "Weather?", "max_output_tokens": 2, **fields})
+    response = server.client.post(RESPONSES, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 200, response.text
+    assert response.json()["status"] == "incomplete"
+    assert response.json()["metadata"] == fields.get("metadata", {})
 
 
 @pytest.mark.parametrize("body", [b"[]", b"null", b"{", b"", b"\xff\xfe", b'{"input":' * 5000])
@@ -147,6 +165,22 @@ def test_requests_are_counted_under_their_own_name(server: LiveServer) -> None:
     after = [outcomes("stop"), outcomes("tool_calls"), outcomes("stop", "true"), outcomes("error")]
     assert after == [count + 1 for count in before]
     assert server.metric("request_rejections_total", endpoint="responses", reason="invalid") == rejected + 1
+
+
+def test_a_stream_that_began_idle_and_fails_has_every_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation_routes, "KEEP_ALIVE_SECONDS", 0.05)
+    with scripted_server([FAILS], step_delay=0.5) as slow:
+        raw = slow.post(RESPONSES, {"input": "x", "seed": 0, "temperature": 1, "stream": True}).text
+    assert raw.startswith(": keep-alive\n\n")
+    names = [line.removeprefix("event: ") for line in raw.splitlines() if line.startswith("event: ")]
+    assert names == ["response.created", "response.in_progress", "response.failed"]
+
+
+def test_options_of_a_stream_change_nothing(server: LiveServer) -> None:
+    """Case 29: usage is in the last event, whatever is asked for."""
+    for options in (None, {}, {"include_obfuscation": True}):
+        last = events_of(server, seed=PLAIN, stream_options=options)[-1]
+        assert last["response"]["usage"]["output_tokens"] > 1
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -115,6 +115,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "tools[0].function.parameters",
         "invalid_value",
     ),
+    (
+        {"tools": [F, tool("g", {"properties": {"a": {"$ref": "#"}}, "required": ["a"]})], "tool_choice": "required"},
+        "tools[1].function.parameters",
+        "invalid_value",
+    ),
     ({"tools": [F], "tool_choice": "always"}, "tool_choice", "invalid_value"),
     ({"tools": [F], "tool_choice": 5}, "tool_choice", "invalid_type"),
     ({"tools": [F], "tool_choice": {"type": "function"}}, "tool_choice", "invalid_type"),
