@@ -52,7 +52,7 @@ OUTCOMES: Final = ("stop", "length", "tool_calls", "client_disconnect", "timeout
 FINISH_REASONS: Final = ("stop", "length", "tool_calls")
 STEP_KINDS: Final = ("prefill", "decode", "mixed")
 HOST_STAGES: Final = ("schedule", "sample", "detokenize")
-GRAMMAR_KINDS: Final = ("json", "regex", "choice", "grammar")
+GRAMMAR_KINDS: Final = ("json", "regex", "choice", "grammar", "calls")
 
 
 def route_template(path: str) -> str:

@@ -19,12 +19,17 @@ async def compile_grammar(loaded: LoadedEngine, source: GrammarSource | None, me
     """The compiled constraint of a request, None without one."""
     if source is None:
         return None
-    metrics.grammars.labels(source.kind).inc()
     try:
-        with metrics.grammar_seconds.time():
-            return await loaded.grammars.compile(source)
+        return await counted_compilation(loaded, source, metrics)
     except GrammarError as error:
         raise invalid_constraint(source.param, str(error)) from None
+
+
+async def counted_compilation(loaded: LoadedEngine, source: GrammarSource, metrics: Metrics) -> Grammar:
+    """Raises GrammarError."""
+    metrics.grammars.labels(source.kind).inc()
+    with metrics.grammar_seconds.time():
+        return await loaded.grammars.compile(source)
 
 
 def choices_constraint(body: ChoicesRequest) -> GrammarSource | None:

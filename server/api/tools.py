@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model.grammar_state import Grammar
-from server.api.structured_output import compile_grammar, invalid_constraint
+from server.api.structured_output import compile_grammar, counted_compilation, invalid_constraint
 from server.api.tool_schemas import ToolChoice
 from server.engine.loaded import LoadedEngine
 from server.errors import invalid_request
 from server.grammar.source import CallRules, GrammarError, GrammarSource
+from server.metrics import Metrics
 from server.text.call_parser import CallFormat
 from server.text.functions import Function
 
@@ -69,23 +70,33 @@ def _check_type(function: Function) -> None:
         raise invalid_request(message, param=param, code="invalid_value")
 
 
-async def compile_constraint(loaded: LoadedEngine, content: GrammarSource | None, use: ToolUse | None) -> Grammar | None:
+async def compile_constraint(
+    loaded: LoadedEngine, content: GrammarSource | None, use: ToolUse | None, metrics: Metrics
+) -> Grammar | None:
     """What the text follows: its own constraint, calls, or either of them. Calls that need not be made are free text, and schemas
     that can't be enforced are fine for them."""
     if use is None:
-        return await compile_grammar(loaded, content)
+        return await compile_grammar(loaded, content, metrics)
     if not use.must_call and content is None:
         await _check_schemas(loaded, use.functions)
         return None
     rules = CallRules(use.functions, use.several, None if use.must_call else content)
     try:
-        return await loaded.grammars.compile(GrammarSource("calls", rules, "tools"))
+        return await counted_compilation(loaded, GrammarSource("calls", rules, "tools"), metrics)
     except GrammarError as error:
-        if rules.otherwise is not None:
-            await compile_grammar(loaded, content)  # raises where the fault is there
-        for function in use.functions:
-            await compile_grammar(loaded, GrammarSource("calls", CallRules((function,), several=False), function.param))
-        raise invalid_constraint("tools", str(error)) from None
+        param, reason = await _faulty_part(loaded, rules) or ("tools", str(error))
+        raise invalid_constraint(param, reason) from None
+
+
+async def _faulty_part(loaded: LoadedEngine, rules: CallRules) -> tuple[str, str] | None:
+    """The field that can't be compiled by itself, and why."""
+    parts = [GrammarSource("calls", CallRules((function,), several=False), function.param) for function in rules.functions]
+    for part in parts if rules.otherwise is None else [rules.otherwise, *parts]:
+        try:
+            await loaded.grammars.compile(part)
+        except GrammarError as error:
+            return part.param, str(error)
+    return None
 
 
 async def _check_schemas(loaded: LoadedEngine, functions: Sequence[Function]) -> None:
