@@ -92,7 +92,7 @@ class _ChoiceText:
         )
         self._shows_stop_token = plan.include_stop
         self._calls = None if plan.calls is None else CallParser(plan.calls)
-        self._calls_are_asked_for = plan.calls is not None and plan.calls.is_named
+        self._is_named = plan.calls is not None and plan.calls.is_named
         self._num_tokens = 0
 
     def event(self, output: TokenOutput, index: int, is_first: bool) -> ChoiceEvent:
@@ -122,7 +122,7 @@ class _ChoiceText:
         if finish_reason is not None:
             parts += calls.flush()
         # A client that named the function is told of a plain end, as OpenAI's API does.
-        if finish_reason == "stop" and calls.num_calls and not self._calls_are_asked_for:
+        if finish_reason == "stop" and calls.num_calls and not self._is_named:
             return parts, "tool_calls"
         return parts, finish_reason
 

@@ -140,7 +140,7 @@ class ChatForm:
             entries = [chat_entry(self._tokenizer, token, num_top) for token in event.logprobs]
         if self._prompt_logprobs is not None and event.is_first:
             self._scored_prompt = prompt_entries(self._tokenizer, event.prompt_logprobs or (), self._prompt_logprobs)
-        deltas = [self._delta(event.index, part) for part in event.parts]
+        deltas = [_delta(part) for part in event.parts]
         if not deltas and (entries or (self._return_token_ids and event.token_ids)):
             # Nothing was said in these tokens: plain text of no characters, or what may become a call.
             deltas = [{"content": ""} if self._plan.calls is None else {}]
@@ -160,14 +160,6 @@ class ChatForm:
         """A text that begins, or ends before it began, is announced as empty text; calls come without any."""
         calls = self._plan.calls
         return calls is None or "content" in first["delta"] or (first["finish_reason"] is not None and not calls.is_forced)
-
-    def _delta(self, index: int, part: Part) -> dict[str, Any]:
-        if isinstance(part, str):
-            return {"content": part}
-        if part.name is None:
-            return {"tool_calls": [{"index": part.index, "function": {"arguments": part.arguments}}]}
-        function = {"name": part.name, "arguments": part.arguments}
-        return {"tool_calls": [{"index": part.index, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}]}
 
     def _piece(
         self,
@@ -217,6 +209,15 @@ class ChatForm:
 
     def _prompt_ids(self) -> dict[str, Any]:
         return {"prompt_token_ids": self._plan.prompts[0].token_ids} if self._return_token_ids else {}
+
+
+def _delta(part: Part) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"content": part}
+    if part.name is None:
+        return {"tool_calls": [{"index": part.index, "function": {"arguments": part.arguments}}]}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"tool_calls": [{"index": part.index, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}]}
 
 
 def _merged_calls(pieces: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
