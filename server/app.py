@@ -21,10 +21,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api import embeddings, generation_routes, info_routes, messages_routes, tokenize_routes
+from server.api.chat_schemas import ChatCompletionRequest
 from server.api.embeddings import EmbeddingRequest
 from server.api.error_answers import error_answer
 from server.api.messages_schemas import CountTokensRequest, MessagesRequest
-from server.api.request_schemas import ChatCompletionRequest, CompletionRequest
+from server.api.request_schemas import CompletionRequest
+from server.api.response_request import ResponseItem, ResponseRequest
 from server.api.tokenize_schemas import DetokenizeRequest, TokenizeRequest
 from server.engine.loaded import LoadedEngine, load_engine
 from server.engine.memory_readings import MemoryReadings
@@ -43,19 +45,20 @@ from server.vllm_metrics import VllmCollector
 
 logger = logging.getLogger("gemserve.app")
 
-# Bodies are read by hand: the framework does not know of them.
-_BODIES = (
+# Loads what the settings name; the second argument is told the name of each phase as it begins.
+EngineFactory = Callable[[Settings, Callable[[str], None]], LoadedEngine]
+# Read by hand, so their schemas are added to the description by hand.
+BODIES = (
     CompletionRequest,
     ChatCompletionRequest,
+    ResponseRequest,
+    ResponseItem,
     MessagesRequest,
     CountTokensRequest,
     EmbeddingRequest,
     TokenizeRequest,
     DetokenizeRequest,
 )
-
-# Loads what the settings name; the second argument is told the name of each phase as it begins.
-EngineFactory = Callable[[Settings, Callable[[str], None]], LoadedEngine]
 OnEngineDeath = Callable[[BaseException], None]
 LAST_TRACES_SECONDS = 5.0
 
@@ -218,7 +221,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         models = models_json_schema(
-            [(body, "validation") for body in _BODIES],
+            [(body, "validation") for body in BODIES],
             ref_template="#/components/schemas/{model}",
         )
         schemas = schema["components"]["schemas"]

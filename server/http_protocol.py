@@ -5,7 +5,7 @@ head never reaches the application, so it is neither counted nor logged there.""
 import asyncio
 from typing import Literal
 
-from server.api.responses import encode_json
+from server.api.wire_values import encode_json
 from server.errors import ApiError
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers

@@ -34,6 +34,7 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 ENDPOINTS: Final = {
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat_completions",
+    "/v1/responses": "responses",
     "/v1/messages": "messages",
     "/v1/embeddings": "embeddings",
 }
@@ -58,7 +59,7 @@ OUTCOMES: Final = ("stop", "length", "tool_calls", "client_disconnect", "timeout
 FINISH_REASONS: Final = ("stop", "length", "tool_calls")
 STEP_KINDS: Final = ("prefill", "decode", "mixed")
 HOST_STAGES: Final = ("schedule", "sample", "detokenize")
-GRAMMAR_KINDS: Final = ("json", "regex", "choice", "grammar")
+GRAMMAR_KINDS: Final = ("json", "regex", "choice", "grammar", "calls")
 
 
 def route_template(path: str) -> str:

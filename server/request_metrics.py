@@ -18,7 +18,7 @@ from server.tracing import Attribute, Phase, RequestTrace, RequestTracer
 logger = logging.getLogger("gemserve.request")
 
 # What OpenTelemetry's conventions call the endpoints' work.
-OPERATIONS = {"completions": "text_completion", "chat_completions": "chat", "messages": "chat"}
+OPERATIONS = {"completions": "text_completion", "chat_completions": "chat", "responses": "chat", "messages": "chat"}
 
 
 class ChoiceRecord:

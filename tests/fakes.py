@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, normalizers
 from tokenizers.models import BPE
 
+from model.grammar_state import GrammarFault
 from model.kv_cache_spec import KVCacheSpec
 from model.sampling_params import SamplingParams
 from model.sequence_chunk import ChunkResult, SequenceChunk, TokenLogprobs
@@ -132,7 +133,10 @@ class FakeRunner:
             return ChunkResult(error="the logits are not finite")
         token = self._sample(tokens, num_output, chunk.sampling)
         if chunk.grammar is not None:
-            mask = chunk.grammar.mask()
+            try:
+                mask = chunk.grammar.mask()
+            except GrammarFault as fault:
+                return ChunkResult(error=str(fault))
             if mask is None:
                 return result
             allowed = [i for i in range(VOCAB_SIZE) if mask[i >> 3] >> (i & 7) & 1]

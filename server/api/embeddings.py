@@ -5,7 +5,6 @@ given up by the same rules, and runs in the same steps as what generates.
 """
 
 import base64
-from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,14 +16,15 @@ from starlette.responses import Response
 
 from model.sampling_params import SamplingParams
 from server.admission import Ticket
-from server.api.generation import ChoiceEvent, GenerationPlan, GenerationRun, PromptPlan
+from server.api.generation import GenerationRun
+from server.api.generation_plan import GenerationPlan, PromptPlan
 from server.api.generation_routes import GenerationEndpoint
 from server.api.priority import checked_priority
 from server.api.prompts import encode_prompt, in_thread, prompt_list
 from server.api.request_schemas import PROMPT_JSON_SCHEMA, GenerationBody, Truncation, check_prompts
 from server.api.response_schemas import EmbeddingsResponse, ErrorResponse
-from server.api.responses import ResponseHead, encode_json
 from server.api.validation import request_body
+from server.api.wire_values import ResponseHead, encode_json
 from server.engine.loaded import LoadedEngine
 from server.errors import context_length_exceeded, invalid_request, model_not_found, unsupported_parameter
 from server.state import ServerState
@@ -105,11 +105,19 @@ def _item(index: int, embedding: "npt.NDArray[np.float32]", as_base64: bool) -> 
 
 
 class _EmbeddingsEndpoint(GenerationEndpoint[EmbeddingRequest]):
+    """Streams are refused before anything is computed."""
+
     def __init__(self) -> None:
         super().__init__("embeddings", "embd-", EmbeddingRequest, prepare_embeddings)
 
-    async def collect(
-        self, run: GenerationRun, head: ResponseHead, body: EmbeddingRequest, state: ServerState, headers: Mapping[str, str]
+    async def respond(
+        self,
+        run: GenerationRun,
+        body: EmbeddingRequest,
+        head: ResponseHead,
+        state: ServerState,
+        loaded: LoadedEngine,
+        headers: dict[str, str],
     ) -> Response:
         embeddings: dict[int, npt.NDArray[np.float32]] = {}
         while (event := await run.next_event()) is not None:
@@ -124,17 +132,6 @@ class _EmbeddingsEndpoint(GenerationEndpoint[EmbeddingRequest]):
             return rest[:-1] + b',"data":[' + items + b"]}"
 
         return Response(await in_thread(state, written), headers={"content-type": "application/json", **headers})
-
-    def stream(
-        self,
-        run: GenerationRun,
-        head: ResponseHead,
-        body: EmbeddingRequest,
-        first: ChoiceEvent | None,
-        state: ServerState,
-        headers: Mapping[str, str],
-    ) -> Response:
-        raise AssertionError("streams are refused before")
 
 
 def create_router() -> APIRouter:

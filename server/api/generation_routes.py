@@ -1,10 +1,10 @@
-"""POST /v1/completions and POST /v1/chat/completions: read, check, plan, run, answer. Only the answer's form differs, there and
-on every other endpoint that generates (``GenerationEndpoint``)."""
+"""POST /v1/completions, /v1/chat/completions and /v1/responses: read, check, plan, run, answer. Only plan and answer differ, on
+these endpoints and on every other one that computes."""
 
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
@@ -14,32 +14,31 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.admission import Ticket
+from server.api.chat_schemas import ChatCompletionRequest
+from server.api.choice_answer import ChoiceAnswer, StreamUsage
 from server.api.context import request_id_of, state_of
 from server.api.deadline import Deadline, header_timeout
-from server.api.generation import ChoiceEvent, GenerationPlan, GenerationRun
-from server.api.preparation import prepare_chat, prepare_completion
-from server.api.request_schemas import ChatCompletionRequest, CompletionRequest, GenerationBody, GenerationRequest
-from server.api.response_schemas import ChatCompletionResponse, CompletionResponse, ErrorResponse
-from server.api.responses import (
-    KEEP_ALIVE_SECONDS,
-    EventStreamResponse,
-    ResponseHead,
-    StreamUsage,
-    collected_response,
-)
+from server.api.generation import ChoiceEvent, GenerationRun
+from server.api.generation_plan import GenerationPlan
+from server.api.preparation import prepare_chat, prepare_completion, prepare_response
+from server.api.request_schemas import CompletionRequest, GenerationBody
+from server.api.response_answer import ResponseAnswer
+from server.api.response_request import ResponseRequest
+from server.api.response_schemas import ChatCompletionResponse, CompletionResponse, ErrorResponse, ResponseObject
+from server.api.responses import KEEP_ALIVE_SECONDS, Answer, EventStreamResponse, collected_response
 from server.api.trace_attributes import trace_attributes
 from server.api.validation import parse_request, read_json_object, request_body
-from server.api.wire_forms import ChatForm, CompletionForm, WireForm
+from server.api.wire_forms import ChatForm, CompletionForm
+from server.api.wire_values import ResponseHead
 from server.engine.loaded import LoadedEngine
 from server.errors import ApiError, ClientDisconnectedError, request_timeout
 from server.request_metrics import RequestRecord
 from server.state import ServerState
-from server.text.tokenizer import Tokenizer
 from server.tracing import PROPAGATION_HEADERS
 
 Body = TypeVar("Body", bound=GenerationBody)
 Prepare = Callable[[ServerState, LoadedEngine, Body, str, Ticket], Awaitable[GenerationPlan]]
-OpenAIBody = TypeVar("OpenAIBody", bound=GenerationRequest)
+MakeAnswer = Callable[[ServerState, LoadedEngine, GenerationPlan, Body, ResponseHead], Answer]
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse} for status in (400, 401, 403, 404, 408, 413, 429, 500, 503)
@@ -47,7 +46,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 class GenerationEndpoint(ABC, Generic[Body]):
-    """One request from its arrival to its answer. Subclasses say what the answer looks like."""
+    """One request from its arrival to its answer."""
 
     def __init__(self, name: str, id_prefix: str, body: type[Body], prepare: Prepare[Body]) -> None:
         self._name = name
@@ -56,22 +55,16 @@ class GenerationEndpoint(ABC, Generic[Body]):
         self._prepare = prepare
 
     @abstractmethod
-    async def collect(
-        self, run: GenerationRun, head: ResponseHead, body: Body, state: ServerState, headers: Mapping[str, str]
-    ) -> Response:
-        """The answer in one piece, when the run is over."""
-
-    @abstractmethod
-    def stream(
+    async def respond(
         self,
         run: GenerationRun,
-        head: ResponseHead,
         body: Body,
-        first: ChoiceEvent | None,
+        head: ResponseHead,
         state: ServerState,
-        headers: Mapping[str, str],
+        loaded: LoadedEngine,
+        headers: dict[str, str],
     ) -> Response:
-        """The answer as a stream that begins with the event ``first``, or without one."""
+        """The answer in one piece, when the run is over; or a stream that has begun, which closes the run at its end."""
 
     async def handle(self, request: Request) -> Response:
         state = state_of(request)
@@ -109,9 +102,9 @@ class GenerationEndpoint(ABC, Generic[Body]):
                 raise
             run.start(request.receive)
             if body.stream:
-                return self.stream(run, head, body, await _first_event(run), state, headers)
+                return await self.respond(run, body, head, state, loaded, headers)
             try:
-                response = await self.collect(run, head, body, state, headers)
+                response = await self.respond(run, body, head, state, loaded, headers)
             finally:
                 await run.close()
             response.headers.update(record.timing_headers())
@@ -128,15 +121,39 @@ class GenerationEndpoint(ABC, Generic[Body]):
             raise request_timeout() from None
 
 
-async def _first_event(run: GenerationRun) -> ChoiceEvent | None:
+class AnsweringEndpoint(GenerationEndpoint[Body]):
+    """What tells one endpoint that generates from the others."""
+
+    def __init__(
+        self, name: str, id_prefix: str, body: type[Body], prepare: Prepare[Body], make_answer: MakeAnswer[Body]
+    ) -> None:
+        super().__init__(name, id_prefix, body, prepare)
+        self._make_answer = make_answer
+
+    async def respond(
+        self,
+        run: GenerationRun,
+        body: Body,
+        head: ResponseHead,
+        state: ServerState,
+        loaded: LoadedEngine,
+        headers: dict[str, str],
+    ) -> Response:
+        answer = self._make_answer(state, loaded, run.plan, body, head)
+        return await (_stream(run, answer, state, headers) if body.stream else collected_response(run, answer, headers))
+
+
+async def _stream(run: GenerationRun, answer: Answer, state: ServerState, headers: dict[str, str]) -> Response:
     """Waits for the first token, so that what fails before it is an HTTP error; after a while the stream begins without one."""
+    first: ChoiceEvent | None
     try:
-        return await run.next_event(KEEP_ALIVE_SECONDS)
+        first = await run.next_event(KEEP_ALIVE_SECONDS)
     except TimeoutError:
-        return None
+        first = None
     except BaseException:
         await run.close()
         raise
+    return EventStreamResponse(run, answer, first, state.metrics, headers)
 
 
 @asynccontextmanager
@@ -159,46 +176,29 @@ async def _counted(record: RequestRecord) -> AsyncIterator[None]:
         raise
 
 
-class _OpenAIEndpoint(GenerationEndpoint[OpenAIBody]):
-    """Answers in the wire form of OpenAI's two endpoints."""
+def _completion_answer(
+    state: ServerState, loaded: LoadedEngine, plan: GenerationPlan, body: CompletionRequest, head: ResponseHead
+) -> Answer:
+    return ChoiceAnswer(plan, CompletionForm(loaded.tokenizer, plan, body), head, StreamUsage.of(body.stream_options))
 
-    def __init__(
-        self,
-        name: str,
-        id_prefix: str,
-        body: type[OpenAIBody],
-        prepare: Prepare[OpenAIBody],
-        make_form: Callable[[Tokenizer, GenerationPlan, OpenAIBody], WireForm],
-    ) -> None:
-        super().__init__(name, id_prefix, body, prepare)
-        self._make_form = make_form
 
-    async def collect(
-        self, run: GenerationRun, head: ResponseHead, body: OpenAIBody, state: ServerState, headers: Mapping[str, str]
-    ) -> Response:
-        return await collected_response(run, self._make_form(run.tokenizer, run.plan, body), head, headers)
+def _chat_answer(
+    state: ServerState, loaded: LoadedEngine, plan: GenerationPlan, body: ChatCompletionRequest, head: ResponseHead
+) -> Answer:
+    return ChoiceAnswer(plan, ChatForm(loaded.tokenizer, plan, body), head, StreamUsage.of(body.stream_options))
 
-    def stream(
-        self,
-        run: GenerationRun,
-        head: ResponseHead,
-        body: OpenAIBody,
-        first: ChoiceEvent | None,
-        state: ServerState,
-        headers: Mapping[str, str],
-    ) -> Response:
-        form = self._make_form(run.tokenizer, run.plan, body)
-        options = body.stream_options
-        usage = StreamUsage()
-        if options is not None and options.include_usage:
-            usage = StreamUsage(include=True, continuous=bool(options.continuous_usage_stats))
-        return EventStreamResponse(run, form, head, usage, first, state.metrics, headers)
+
+def _response_answer(
+    state: ServerState, loaded: LoadedEngine, plan: GenerationPlan, body: ResponseRequest, head: ResponseHead
+) -> Answer:
+    return ResponseAnswer(state, loaded.tokenizer, plan, body, head)
 
 
 def create_router() -> APIRouter:
     router = APIRouter()
-    completions = _OpenAIEndpoint("completions", "cmpl-", CompletionRequest, prepare_completion, CompletionForm)
-    chat = _OpenAIEndpoint("chat_completions", "chatcmpl-", ChatCompletionRequest, prepare_chat, ChatForm)
+    completions = AnsweringEndpoint("completions", "cmpl-", CompletionRequest, prepare_completion, _completion_answer)
+    chat = AnsweringEndpoint("chat_completions", "chatcmpl-", ChatCompletionRequest, prepare_chat, _chat_answer)
+    responses = AnsweringEndpoint("responses", "resp_", ResponseRequest, prepare_response, _response_answer)
 
     @router.post(
         "/v1/completions",
@@ -217,5 +217,14 @@ def create_router() -> APIRouter:
     )
     async def create_chat_completion(request: Request) -> Response:
         return await chat.handle(request)
+
+    @router.post(
+        "/v1/responses",
+        responses={200: {"model": ResponseObject}, **_ERRORS},
+        openapi_extra=request_body("ResponseRequest"),
+        summary="Answer a chat, as typed items",
+    )
+    async def create_response(request: Request) -> Response:
+        return await responses.handle(request)
 
     return router

@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from server.admission import Ticket
-from server.api.generation import GenerationPlan
+from server.api.chat_schemas import ChatCompletionRequest
+from server.api.generation_plan import GenerationPlan
 from server.api.messages_schemas import CountTokensRequest, MessagesRequest, TextBlock
 from server.api.preparation import prepare_chat
-from server.api.prompts import encode_chat
-from server.api.request_schemas import ChatCompletionRequest
+from server.api.prompts import chat_conversation, encode_chat
 from server.engine.loaded import LoadedEngine
 from server.errors import ApiError, invalid_request, model_not_found, unsupported_parameter
 from server.state import ServerState
@@ -50,7 +50,11 @@ async def count_tokens(state: ServerState, loaded: LoadedEngine, body: CountToke
     messages = ChatCompletionRequest.model_validate({"messages": _chat_messages(body)}).messages
     continues = _continues(body)
     token_ids = await encode_chat(
-        state, loaded.tokenizer, messages, add_generation_prompt=not continues, continue_final_message=continues
+        state,
+        loaded.tokenizer,
+        chat_conversation(messages),
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
     )
     return len(token_ids)
 

@@ -1,7 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API. A message is answered as the chat that it is; only
 the body and the answer differ."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter
@@ -9,14 +8,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.context import state_of
-from server.api.generation import ChoiceEvent, GenerationRun
-from server.api.generation_routes import GenerationEndpoint
+from server.api.generation_plan import GenerationPlan
+from server.api.generation_routes import AnsweringEndpoint
 from server.api.messages_preparation import count_tokens, prepare_messages
-from server.api.messages_responses import MessageStream, collected_message
+from server.api.messages_responses import MessageAnswer
 from server.api.messages_schemas import CountTokensRequest, MessagesRequest
 from server.api.response_schemas import CountTokensResponse, MessageResponse, MessagesErrorResponse
-from server.api.responses import JsonResponse, ResponseHead
+from server.api.responses import Answer, JsonResponse
 from server.api.validation import parse_request, read_json_object, request_body
+from server.api.wire_values import ResponseHead
+from server.engine.loaded import LoadedEngine
 from server.state import ServerState
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -24,30 +25,13 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-class _MessagesEndpoint(GenerationEndpoint[MessagesRequest]):
-    def __init__(self) -> None:
-        super().__init__("messages", "msg_", MessagesRequest, prepare_messages)
-
-    async def collect(
-        self, run: GenerationRun, head: ResponseHead, body: MessagesRequest, state: ServerState, headers: Mapping[str, str]
-    ) -> Response:
-        return await collected_message(run, head, headers)
-
-    def stream(
-        self,
-        run: GenerationRun,
-        head: ResponseHead,
-        body: MessagesRequest,
-        first: ChoiceEvent | None,
-        state: ServerState,
-        headers: Mapping[str, str],
-    ) -> Response:
-        return MessageStream(run, head, first, state.metrics, headers)
+def _answer(state: ServerState, loaded: LoadedEngine, plan: GenerationPlan, body: MessagesRequest, head: ResponseHead) -> Answer:
+    return MessageAnswer(head)
 
 
 def create_router() -> APIRouter:
     router = APIRouter()
-    messages = _MessagesEndpoint()
+    messages = AnsweringEndpoint("messages", "msg_", MessagesRequest, prepare_messages, _answer)
 
     @router.post(
         "/v1/messages",

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from server.api.request_schemas import MAX_INT, MAX_MESSAGES, MAX_STOP_CHARACTERS, GenerationBody, Text, TokenCount
+from server.api.chat_schemas import MAX_MESSAGES
+from server.api.request_schemas import MAX_INT, MAX_STOP_CHARACTERS, GenerationBody, Text, TokenCount
 from server.api.structured_schemas import SchemaField
 from server.api.wire_values import WireModel, wrong_type
 

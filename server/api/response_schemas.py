@@ -77,17 +77,29 @@ class ChatLogprobs(BaseModel):
     refusal: None
 
 
+class CalledFunctionSchema(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCallSchema(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunctionSchema
+
+
 class AssistantMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    tool_calls: list[ToolCallSchema] = Field(default_factory=list, description="Where functions were called.")
 
 
 class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     token_ids: list[int] = Field(default_factory=list, description="With return_token_ids.")
 
 
@@ -102,6 +114,83 @@ class ChatCompletionResponse(BaseModel):
     timings: Timings | None = Field(None, description="With return_timings.")
     prompt_token_ids: list[int] = Field(default_factory=list, description="With return_token_ids.")
     prompt_logprobs: PromptLogprobs = Field(default_factory=list, description="With prompt_logprobs.")
+
+
+class ResponseInputTokensDetails(BaseModel):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class ResponseOutputTokensDetails(BaseModel):
+    reasoning_tokens: int
+
+
+class ResponseUsageSchema(BaseModel):
+    input_tokens: int
+    input_tokens_details: ResponseInputTokensDetails
+    output_tokens: int
+    output_tokens_details: ResponseOutputTokensDetails
+    total_tokens: int
+
+
+class ResponseOutputText(BaseModel):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[ChatTokenLogprob]
+
+
+class ResponseOutputMessage(BaseModel):
+    id: str
+    type: Literal["message"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"]
+    content: list[ResponseOutputText]
+
+
+class ResponseFunctionCall(BaseModel):
+    id: str
+    type: Literal["function_call"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ResponseErrorSchema(BaseModel):
+    code: str
+    message: str
+
+
+class ResponseObject(BaseModel):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: ResponseErrorSchema | None
+    incomplete_details: dict[str, str] | None
+    model: str
+    output: list[ResponseOutputMessage | ResponseFunctionCall]
+    usage: ResponseUsageSchema | None
+    background: Literal[False]
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, Any]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: dict[str, None]
+    service_tier: str
+    store: Literal[False]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    user: str | None
 
 
 class ErrorDetail(BaseModel):

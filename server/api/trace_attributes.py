@@ -3,7 +3,7 @@ answers."""
 
 from starlette.requests import Request
 
-from server.api.generation import GenerationPlan
+from server.api.generation_plan import GenerationPlan
 from server.tracing import Attribute
 
 

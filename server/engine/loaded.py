@@ -85,7 +85,7 @@ def load_engine(
     from model.checkpoint import open_checkpoint
     from model.runner import ModelRunner
     from server.grammar.compiler import GrammarCompiler
-    from server.text.chat_template import ChatTemplateError
+    from server.text.conversation import ChatTemplateError
     from server.text.tokenizer import Tokenizer
 
     phases.enter("checkpoint")

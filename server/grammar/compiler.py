@@ -8,18 +8,24 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from model.grammar_state import GrammarFault, GrammarState
-from server.grammar.source import GrammarError, GrammarSource
+from server.grammar.source import CallRules, GrammarError, GrammarSource, check_schema
 from server.grammar.state import MatcherState, compute_mask
+from server.text.functions import call_head
 from server.text.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
 
 COMPILE_SECONDS = 1.5
 COMPILE_THREADS = 2
+# Of arguments that leave no choice. The library gives up on endless ones at some 60,000.
+MAX_FORCED_BYTES = 32 * 1024
 # The library descends by recursion, some 10 kB for each reference of a chain; the size limits keep chains below 16 000.
 COMPILE_STACK_BYTES = 512 * 1024 * 1024
 MAX_MASK_THREADS = 8
@@ -56,13 +62,29 @@ class GrammarCompiler:
 
     async def compile(self, source: GrammarSource) -> CompiledGrammar:
         """Raises GrammarError. Its time counts from when one of the places is free; a thread keeps its place until it is done."""
+        return await self._in_thread(lambda: self.compile_now(source))
+
+    async def first_fault(self, schemas: Sequence[dict[str, Any]]) -> tuple[int, GrammarError] | None:
+        """Which of them is no JSON schema, and why; None where all are. Raises GrammarError where they take too long."""
+
+        def check() -> tuple[int, GrammarError] | None:
+            for index, schema in enumerate(schemas):
+                try:
+                    check_schema(schema)
+                except GrammarError as error:
+                    return index, error
+            return None
+
+        return await self._in_thread(check)
+
+    async def _in_thread(self, compile_it: Callable[[], Result]) -> Result:
         loop = asyncio.get_running_loop()
         await self._places.acquire()
-        result: Future[CompiledGrammar] = Future()
+        result: Future[Result] = Future()
 
         def work() -> None:
             try:
-                compiled = self.compile_now(source)
+                compiled = compile_it()
             except BaseException as error:
                 result.set_exception(error)
             else:
@@ -84,10 +106,21 @@ class GrammarCompiler:
         matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise GrammarError(_first_lines(matcher.get_error()))
+        if isinstance(source.value, CallRules):
+            self._check_arguments(matcher, source.value)
         try:
             return CompiledGrammar(matcher, vocabulary.eos_token, self._mask_threads)
         except GrammarFault as error:
             raise GrammarError(f"no text begins to follow it: {_first_lines(str(error))}") from None
+
+    def _check_arguments(self, matcher: LLMatcher, rules: CallRules) -> None:
+        """Arguments that are forced to go on for ever, as those that must hold themselves, are a fault of the schema. It shows
+        where they begin; the first mask is far from there."""
+        for function in rules.functions:
+            state = matcher.deep_copy()
+            state.consume_tokens(self._tokenizer.encode_plain(call_head(function.name)))
+            if len(state.compute_ff_bytes()) > MAX_FORCED_BYTES or state.is_error():
+                raise GrammarError(f"arguments of the function '{function.name}' never come to an end")
 
     def warm_up(self) -> LLTokenizer:
         """The view of the vocabulary; some seconds of work the first time for hundreds of thousands of tokens."""

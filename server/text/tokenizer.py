@@ -10,7 +10,8 @@ from pathlib import Path
 import tokenizers
 
 from model.errors import CheckpointError
-from server.text.chat_template import ChatMessage, ChatTemplate, ControlLiterals
+from server.text.chat_template import ChatTemplate, ControlLiterals
+from server.text.conversation import ChatMessage
 from server.text.detokenizer import Detokenizer
 from server.text.length_bound import PromptTooLongError, most_characters_per_token
 
