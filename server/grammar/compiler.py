@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 COMPILE_SECONDS = 1.5
 COMPILE_THREADS = 2
-# Of arguments that leave no choice. The library gives up on endless ones at some 60,000.
+# Of text that leaves no choice. The library gives up on endless ones at some 60,000.
 MAX_FORCED_BYTES = 32 * 1024
 # The library descends by recursion, some 10 kB for each reference of a chain; the size limits keep chains below 16 000.
 COMPILE_STACK_BYTES = 512 * 1024 * 1024
@@ -108,6 +108,8 @@ class GrammarCompiler:
             raise GrammarError(_first_lines(matcher.get_error()))
         if isinstance(source.value, CallRules):
             self._check_arguments(matcher, source.value)
+        elif _is_endless(matcher.deep_copy()):
+            raise GrammarError("what follows it never comes to an end; it must hold itself")
         try:
             return CompiledGrammar(matcher, vocabulary.eos_token, self._mask_threads)
         except GrammarFault as error:
@@ -119,7 +121,7 @@ class GrammarCompiler:
         for function in rules.functions:
             state = matcher.deep_copy()
             state.consume_tokens(self._tokenizer.encode_plain(call_head(function.name)))
-            if len(state.compute_ff_bytes()) > MAX_FORCED_BYTES or state.is_error():
+            if _is_endless(state):
                 raise GrammarError(f"arguments of the function '{function.name}' never come to an end")
 
     def warm_up(self) -> LLTokenizer:
@@ -132,6 +134,11 @@ class GrammarCompiler:
     def close(self) -> None:
         """Let the threads end; what is being computed is finished."""
         self._mask_threads.shutdown(wait=False)
+
+
+def _is_endless(state: LLMatcher) -> bool:
+    """Whether the text is forced to go on for ever from here, as that of a schema that must hold itself."""
+    return len(state.compute_ff_bytes()) > MAX_FORCED_BYTES or state.is_error()
 
 
 class _Vocabulary:

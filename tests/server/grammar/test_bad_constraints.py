@@ -32,6 +32,7 @@ BAD: list[tuple[str, object]] = [
     ("json", {"allOf": [{"type": "string"}, {"type": "integer"}]}),
     ("json", {"type": "string", "format": "unheard-of"}),
     ("json", {"const": 1e999}),
+    ("json", {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
     ("json", {"description": "x" * 600_000}),
     ("grammar", " "),
     ("grammar", "start: missing"),
