@@ -145,9 +145,8 @@ class Gemma3(nn.Module):
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Every tensor that the network wants, by its name in the checkpoint."""
         slots: dict[str, WeightSlot] = {}
-        for module in self.modules():
-            if isinstance(module, Linear | NormScale | Embedding):
-                slots.update(module.slots())
+        for owner in self.weight_owners().values():
+            slots.update(owner.slots())
         if self.config.tie_word_embeddings:
             del slots["lm_head.weight"]
         return slots
@@ -170,6 +169,10 @@ class Gemma3(nn.Module):
             self.head.pack(self.embedding.weight, shared=True)
         self.operands = [layer.operands(norm) for layer, norm in zip(self.blocks, self.next_norms(), strict=True)]
 
+    def weight_owners(self) -> dict[str, Linear | NormScale | Embedding]:
+        """Every block that owns weights, by its name in the network."""
+        return {name: module for name, module in self.named_modules() if isinstance(module, Linear | NormScale | Embedding)}
+
     @property
     def blocks(self) -> list[DecoderLayer]:
         return cast(list[DecoderLayer], list(self.layers))
@@ -181,8 +184,7 @@ class Gemma3(nn.Module):
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights; a tied head counts only as far as the backend made a copy of it."""
-        owners = [module for module in self.modules() if isinstance(module, Linear | NormScale | Embedding)]
-        return sum(owner.nbytes for owner in owners)
+        return sum(owner.nbytes for owner in self.weight_owners().values())
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """Final hidden states [n, h], normed, of every token of the batch; writes their keys and values to the cache."""

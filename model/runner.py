@@ -22,6 +22,7 @@ from model.ops import Ops, select_ops
 from model.sampler import NOT_FINITE, Sampler
 from model.sampling_params import SamplingParams
 from model.sequence_chunk import ChunkResult, SequenceChunk
+from model.weight_cache import WeightCache
 
 if TYPE_CHECKING:
     from model.checkpoint.base import Checkpoint
@@ -81,12 +82,13 @@ class ModelRunner:
         quantization: str = "none",
         progress: bool = True,
         num_valid_tokens: int | None = None,
+        weight_cache: WeightCache | None = None,
     ) -> "ModelRunner":
         """Load the weights of a checkpoint, one tensor at a time; the cache comes later, once its size is known.
 
         ``quantization`` is "auto", "none", "int8" or "int4". ``num_valid_tokens``: ids from here on have no token and are never
-        sampled (a head may have more rows than the tokenizer has tokens); all of the vocabulary when None. Raises ConfigError for
-        settings and CheckpointError for files.
+        sampled (a head may have more rows than the tokenizer has tokens); all of the vocabulary when None. ``weight_cache``: where
+        packed weights are kept for the next load. Raises ConfigError for settings and CheckpointError for files.
         """
         target = _resolve_device(device)
         torch_dtype = resolve_dtype(dtype, target)
@@ -100,8 +102,11 @@ class ModelRunner:
         num_valid_tokens = min(config.vocab_size, num_valid_tokens or config.vocab_size)
         with torch.inference_mode():
             model = Gemma3(config, ops, num_valid_tokens)
-            total = len(model.weight_slots())
-            model.load_weights(_with_progress(checkpoint.tensors(), total, progress))
+            if weight_cache is None or not weight_cache.restore(model):
+                total = len(model.weight_slots())
+                model.load_weights(_with_progress(checkpoint.tensors(), total, progress))
+                if weight_cache is not None:
+                    weight_cache.save(model)
         runner = cls(model, spec, ops)
         runner.compile_seconds = compile_seconds
         return runner

@@ -149,7 +149,15 @@ class Settings:
     strict_roles: bool = _switch(False, "Refuse chats whose roles do not alternate, instead of merging messages.")
     strict_context: bool = _switch(False, "Refuse max_tokens beyond the room left, instead of lowering it.")
     cache_dir: Path | None = _setting(
-        None, path, "Folder for converted tokenizers.", "FOLDER", variable="GEMSERVE_CACHE", shown="~/.cache/gemserve"
+        None,
+        path,
+        "Folder for converted tokenizers and packed weights.",
+        "FOLDER",
+        variable="GEMSERVE_CACHE",
+        shown="~/.cache/gemserve",
+    )
+    weight_cache: bool = _switch(
+        True, "Keep the weights of models up to 4 GiB as they are packed for this processor, so that later starts are faster."
     )
     keep_alive_timeout: int = _setting(75, integer(1), "Seconds that an idle connection stays open.", "SECONDS")
     read_timeout: float = _setting(

@@ -2,10 +2,12 @@
 already answers that it is not ready yet. Any fault of the start ends the process with one line and a non-zero exit code."""
 
 import argparse
+import gc
 import os
 import sys
 from typing import TYPE_CHECKING
 
+from model.torch_import import defer_unused_modules
 from server.cli.common import add_command, settings_of
 from server.settings import add_arguments, unknown_variables
 
@@ -21,6 +23,9 @@ def run(arguments: argparse.Namespace) -> int:
     settings = settings_of(arguments)
     for line in unknown_variables(os.environ):
         print(f"gemserve: warning: {line}", file=sys.stderr)
+    # What a start makes is kept; looking for garbage in it again and again takes time. Turned on again once all is loaded.
+    gc.disable()
+    defer_unused_modules()
     from server.cli.serving import serve
 
     return serve(settings)

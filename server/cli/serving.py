@@ -124,6 +124,7 @@ def prepare(settings: Settings, metrics_socket: socket.socket | None = None) -> 
             raise
         gc.collect()
         gc.freeze()  # what a loaded server consists of never becomes garbage: later collections need not look at it
+        gc.enable()
         return loaded
 
     app = create_app(settings, engine_factory=load)

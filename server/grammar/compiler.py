@@ -57,11 +57,15 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocabulary: LLTokenizer | None = None
         self._vocabulary_lock = threading.Lock()
+        self._warming: asyncio.Future[LLTokenizer] | None = None
         self._mask_threads = ThreadPoolExecutor(min(MAX_MASK_THREADS, os.cpu_count() or 1), "gemserve-mask")
         self._places = asyncio.Semaphore(COMPILE_THREADS)
 
     async def compile(self, source: GrammarSource) -> CompiledGrammar:
-        """Raises GrammarError. Its time counts from when one of the places is free; a thread keeps its place until it is done."""
+        """Raises GrammarError. Its time counts from when one of the places is free and the view of the vocabulary is made; a
+        thread keeps its place until it is done."""
+        if self._vocabulary is None:
+            await self._vocabulary_made()
         return await self._in_thread(lambda: self.compile_now(source))
 
     async def first_fault(self, schemas: Sequence[dict[str, Any]]) -> tuple[int, GrammarError] | None:
@@ -99,6 +103,12 @@ class GrammarCompiler:
         except TimeoutError:
             raise GrammarError(f"it takes more than {COMPILE_SECONDS} seconds to compile; simplify it") from None
 
+    async def _vocabulary_made(self) -> None:
+        """One thread makes it for all who wait."""
+        if self._warming is None or (self._warming.done() and self._vocabulary is None):
+            self._warming = asyncio.ensure_future(asyncio.to_thread(self.warm_up))
+        await asyncio.shield(self._warming)
+
     def compile_now(self, source: GrammarSource) -> CompiledGrammar:
         """The same in the calling thread, without a limit of time, and on its stack."""
         grammar = source.translate()
@@ -125,10 +135,12 @@ class GrammarCompiler:
                 raise GrammarError(f"arguments of the function '{function.name}' never come to an end")
 
     def warm_up(self) -> LLTokenizer:
-        """The view of the vocabulary; some seconds of work the first time for hundreds of thousands of tokens."""
+        """The view of the vocabulary; one or two seconds of work the first time for hundreds of thousands of tokens."""
         with self._vocabulary_lock:
             if self._vocabulary is None:
-                self._vocabulary = LLTokenizer(TokenizerWrapper(_Vocabulary(self._tokenizer)))
+                # In two steps, since the library keeps the interpreter's lock: nobody waits for more than one of them.
+                plain = LLTokenizer(TokenizerWrapper(_Vocabulary(self._tokenizer)), slices=[])
+                self._vocabulary = plain.with_slices(LLTokenizer.general_slices())
             return self._vocabulary
 
     def close(self) -> None:
