@@ -17,8 +17,6 @@ from types import ModuleType
 
 # Shapes of every operator for tensors without data, in Python; and what turns models into graphs.
 UNUSED_MODULES = frozenset({"torch._meta_registrations", "torch.export"})
-# In torch's own order and visibility; the second one needs all the others.
-_LIBRARIES = {"libtorch_global_deps.so": os.RTLD_GLOBAL, "libtorch_python.so": os.RTLD_LOCAL}
 
 
 def defer_unused_modules() -> None:
@@ -34,16 +32,14 @@ def preload_libraries() -> threading.Thread | None:
     if sys.platform != "linux" or spec is None or spec.origin is None:
         return None
     folder = Path(spec.origin).parent / "lib"
-    files = {bytes(folder / name): mode for name, mode in _LIBRARIES.items() if (folder / name).is_file()}
-    # Called as a C function, for only then does ctypes let other threads run meanwhile; ctypes.CDLL(path) does not.
+    # Called as C functions, for only then does ctypes let other threads run meanwhile; ctypes.CDLL(path) does not.
     dlopen = ctypes.CDLL(None).dlopen
     dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
-
-    def link() -> None:
-        for file, mode in files.items():
-            dlopen(file, os.RTLD_NOW | mode)
-
-    thread = threading.Thread(target=link, name="gemserve-preload", daemon=True)
+    # Torch makes the names of this small one visible to all first; the other one takes in all the rest.
+    dlopen(bytes(folder / "libtorch_global_deps.so"), os.RTLD_NOW | os.RTLD_GLOBAL)
+    # One call: between two, the thread would have to wait for the interpreter's lock.
+    arguments = (bytes(folder / "libtorch_python.so"), os.RTLD_NOW | os.RTLD_LOCAL)
+    thread = threading.Thread(target=dlopen, args=arguments, name="gemserve-preload", daemon=True)
     thread.start()
     return thread
 

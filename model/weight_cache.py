@@ -219,7 +219,7 @@ class _Layout:
 
         for start, tensor in self._tensors:
             flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-            yield memoryview(flat.numpy())
+            yield flat.numpy().data
             yield memoryview(bytes(_aligned(start + tensor.nbytes) - start - tensor.nbytes))
 
 

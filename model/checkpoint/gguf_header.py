@@ -228,7 +228,7 @@ class _Parser:
         is_kept[starts[:-1]] = False
         is_kept[starts[:-1] + 1] = True  # one zero of each, to split at
         try:
-            values = window[: starts[-1]][is_kept].tobytes().decode("utf-8").split("\0")
+            values: list[str] = window[: starts[-1]][is_kept].tobytes().decode("utf-8").split("\0")
         except UnicodeDecodeError:
             return None
         if len(values) != length + 1:

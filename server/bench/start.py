@@ -16,7 +16,7 @@ import psutil
 
 from server.settings import SettingsError
 
-POLL_SECONDS = 0.02
+POLL_SECONDS = 0.05  # each answer takes the interpreter from the load for a moment
 START_TIMEOUT = 600.0
 LATER_REQUESTS = 4
 _LISTENING = re.compile(r"listening on (http://\S+)")

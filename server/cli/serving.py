@@ -16,9 +16,8 @@ from typing import NoReturn
 import uvicorn
 
 from model.errors import ConfigError, ModelError
-from server.engine.loaded import LoadedEngine, load_engine
+from server.engine.loaded import LoadedEngine, load_engine, open_weight_cache
 from server.engine.request import EngineHungError
-from server.http_protocol import http_protocol
 from server.logs import configure_logging
 from server.metrics_listener import MetricsListener
 from server.settings import Settings
@@ -112,18 +111,22 @@ def prepare(settings: Settings, metrics_socket: socket.socket | None = None) -> 
     from model.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(settings.model, cache_dir=settings.cache_dir)
+    weight_cache = open_weight_cache(settings, checkpoint)  # read in a thread, beside the imports that follow
+    reading = () if weight_cache is None else (weight_cache,)
     from server.app import create_app
+    from server.http_protocol import http_protocol
 
     def load(settings: Settings, report_phase: Callable[[str], None]) -> LoadedEngine:
         try:
-            loaded = load_engine(settings, report_phase, checkpoint)
+            loaded = load_engine(settings, report_phase, checkpoint, *reading)
         except ModelError:
             raise  # its text says everything
         except Exception:
             logger.exception("loading failed")
             raise
-        gc.collect()
-        gc.freeze()  # what a loaded server consists of never becomes garbage: later collections need not look at it
+        # What a loaded server consists of never becomes garbage: later collections need not look at it. Nor does this start
+        # look for the little that has: a collection would take longer than the warm-up.
+        gc.freeze()
         gc.enable()
         return loaded
 

@@ -70,9 +70,9 @@ class _Phases:
         self.seconds[part] = round(seconds, 3)
 
 
-def _weight_cache(settings: Settings, checkpoint: "Checkpoint") -> "WeightCache | None":
-    """Begins to read the packed weights, which goes on beside the tokenizer."""
-    if not settings.weight_cache:
+def open_weight_cache(settings: Settings, checkpoint: "Checkpoint | None") -> "WeightCache | None":
+    """Begins to read the packed weights of an earlier start in a thread, if there are any. None where none are kept."""
+    if checkpoint is None or not settings.weight_cache:
         return None
     from model.checkpoint import default_cache_dir
     from model.weight_cache import WeightCache, weight_cache_key
@@ -89,9 +89,13 @@ def _read(file: Path) -> str:
 
 
 def load_engine(
-    settings: Settings, report_phase: Callable[[str], None] = lambda phase: None, checkpoint: "Checkpoint | None" = None
+    settings: Settings,
+    report_phase: Callable[[str], None] = lambda phase: None,
+    checkpoint: "Checkpoint | None" = None,
+    weight_cache: "WeightCache | None" = None,
 ) -> LoadedEngine:
-    """Load what the settings name. ``checkpoint``: one that is already open. Raises ModelError with the remedy in its text."""
+    """Load what the settings name. ``checkpoint``: one that is already open, ``weight_cache``: that of its weights, both None to
+    have them opened here. Raises ModelError with the remedy in its text."""
     phases = _Phases(report_phase)
     phases.enter("checkpoint")
     preloading = preload_libraries()  # beside the tokenizer, which keeps the interpreter's lock for a second
@@ -102,7 +106,7 @@ def load_engine(
 
     if checkpoint is None:
         checkpoint = open_checkpoint(settings.model, cache_dir=settings.cache_dir)
-    weight_cache = _weight_cache(settings, checkpoint)
+        weight_cache = open_weight_cache(settings, checkpoint)
     phases.enter("tokenizer")
     config = checkpoint.config
     try:
