@@ -102,29 +102,22 @@ class WeightCache:
         try:
             if entry is None:
                 raise _DamagedError(self._fault)
-            forms = _forms(entry, model)
-            owners = model.weight_owners()
-            if forms.keys() != owners.keys() or not all(owners[name].accepts(form) for name, form in forms.items()):
+            if not model.restore_weights(_forms(entry)):
                 raise _DamagedError("it holds another network")
         except _DamagedError as error:
             logger.warning("The packed weights in %s are not used and are made again: %s.", self._file, error)
             with contextlib.suppress(OSError):
                 self._file.unlink()
             return False
-        for name, form in forms.items():
-            owners[name].restore(form)
         with contextlib.suppress(OSError):
             os.utime(self._file)  # when it was last used
         return True
 
     def save(self, model: "Gemma3") -> None:
         """Keep the weights of a loaded network, if its backend can take them apart and their size is one worth keeping."""
-        forms = {}
-        for name, owner in model.weight_owners().items():
-            form = owner.packed_form()
-            if form is None:
-                return
-            forms[name] = form
+        forms = model.packed_forms()
+        if forms is None:
+            return
         layout = _Layout(forms)
         if not self._smallest <= layout.body_bytes <= LARGEST_BYTES:
             return
@@ -248,7 +241,7 @@ def _read_entry(stream: Any) -> _Entry:
     return _Entry(json.loads(header), body)
 
 
-def _forms(entry: _Entry, model: "Gemma3") -> "dict[str, PackedForm]":
+def _forms(entry: _Entry) -> "dict[str, PackedForm]":
     """The forms of an entry whose sums are right; their tensors share its memory."""
     import torch
 

@@ -203,7 +203,7 @@ class _Parser:
         return values
 
     def short_strings(self, length: int) -> list[str] | None:
-        """The same for a vocabulary of 262,144 tokens, ten times faster. None: these strings are not what is assumed here.
+        """The same for a vocabulary of 262,144 tokens, several times faster. None: the strings are not what is assumed here.
 
         A string shorter than 256 bytes stands behind a byte for its length and seven zeros, and text holds no zeros. So zeros
         show where each string begins, and that all of them follow one another without a gap proves it.

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import uvicorn
 
@@ -19,9 +19,11 @@ from model.errors import ConfigError, ModelError
 from server.engine.loaded import LoadedEngine, load_engine, open_weight_cache
 from server.engine.request import EngineHungError
 from server.logs import configure_logging
-from server.metrics_listener import MetricsListener
 from server.settings import Settings
 from server.state import ServerState
+
+if TYPE_CHECKING:
+    from server.metrics_listener import MetricsListener
 
 logger = logging.getLogger("gemserve")
 
@@ -34,7 +36,7 @@ EXIT_INTERRUPTED = 130
 class Server(uvicorn.Server):
     """uvicorn that ends on a fault of the engine, and lets running requests finish before it closes their connections."""
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, metrics_listener: MetricsListener | None) -> None:
+    def __init__(self, config: uvicorn.Config, state: ServerState, metrics_listener: "MetricsListener | None") -> None:
         super().__init__(config)
         self.fault: BaseException | None = None
         self._state = state
@@ -115,6 +117,7 @@ def prepare(settings: Settings, metrics_socket: socket.socket | None = None) -> 
     reading = () if weight_cache is None else (weight_cache,)
     from server.app import create_app
     from server.http_protocol import http_protocol
+    from server.metrics_listener import MetricsListener
 
     def load(settings: Settings, report_phase: Callable[[str], None]) -> LoadedEngine:
         try:
