@@ -1,8 +1,7 @@
 """How a server imports torch in half of the usual time. Two of its modules serve only those who trace, export or compile models;
 they take a third of ``import torch``, and ``defer_unused_modules`` puts them off until something asks for one of their names,
 which nothing here does. ``preload_libraries`` maps and links torch's libraries in a thread, outside the interpreter's lock, so
-that the import finds them done. Neither changes what torch computes, and with a torch that has no such modules or libraries
-nothing happens. Importing this module imports no torch."""
+that the import finds them done. Neither changes what torch computes. Importing this module imports no torch."""
 
 import ctypes
 import importlib.util
@@ -12,16 +11,23 @@ import threading
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 
 # Shapes of every operator for tensors without data, in Python; and what turns models into graphs.
 UNUSED_MODULES = frozenset({"torch._meta_registrations", "torch.export"})
+# What leaves them out has been tried with this one alone; the modules of another may need each other in another order.
+TRIED_TORCH = "2.13."
 
 
 def defer_unused_modules() -> None:
-    """To be called once, before torch is imported."""
-    if not any(isinstance(finder, _DeferringFinder) for finder in sys.meta_path):
+    """To be called before torch is imported. Does nothing with a version of torch that it was not tried with."""
+    try:
+        tried = version("torch").startswith(TRIED_TORCH)
+    except PackageNotFoundError:
+        tried = False
+    if tried and not any(isinstance(finder, _DeferringFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _DeferringFinder())
 
 

@@ -7,7 +7,6 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from model.torch_import import defer_unused_modules
 from server.cli.common import add_command, settings_of
 from server.settings import add_arguments, unknown_variables
 
@@ -25,6 +24,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"gemserve: warning: {line}", file=sys.stderr)
     # What a start makes is kept; looking for garbage in it again and again takes time. Turned on again once all is loaded.
     gc.disable()
+    from model.torch_import import defer_unused_modules
+
     defer_unused_modules()
     from server.cli.serving import serve
 

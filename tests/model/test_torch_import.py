@@ -9,7 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from model.torch_import import _DeferringLoader
+from model import torch_import
+from model.torch_import import _DeferringFinder, _DeferringLoader, defer_unused_modules
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -43,6 +44,16 @@ assert deferred() == set()
 def test_two_modules_are_put_off_until_something_asks_for_them() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_torch_that_this_was_not_tried_with_is_imported_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if not isinstance(finder, _DeferringFinder)])
+    monkeypatch.setattr(torch_import, "version", lambda package: "2.14.0")
+    defer_unused_modules()
+    assert not any(isinstance(finder, _DeferringFinder) for finder in sys.meta_path)
+    monkeypatch.setattr(torch_import, "version", lambda package: "2.13.1+cpu")
+    defer_unused_modules()
+    assert isinstance(sys.meta_path[0], _DeferringFinder)
 
 
 class Source:
