@@ -6,7 +6,7 @@ with base 10 000, global layers see everything and rotate with base 1 000 000 an
 report (arXiv 2503.19786) and the module of the same name in transformers. The arithmetic lives behind ``model/ops``.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 import torch
@@ -17,7 +17,7 @@ from model.config import Gemma3Config
 from model.errors import CheckpointError
 from model.kv_cache import KVCache, LayerCache
 from model.layers import Embedding, Head, Linear, NormScale, RotaryEmbedding, WeightSlot
-from model.ops import AttentionMetadata, LayerOperands, LinearWeight, Ops
+from model.ops import AttentionMetadata, LayerOperands, LinearWeight, Ops, PackedForm
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cos, sin float32 [n, D / 2]
 
@@ -145,9 +145,8 @@ class Gemma3(nn.Module):
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Every tensor that the network wants, by its name in the checkpoint."""
         slots: dict[str, WeightSlot] = {}
-        for module in self.modules():
-            if isinstance(module, Linear | NormScale | Embedding):
-                slots.update(module.slots())
+        for owner in self.weight_owners().values():
+            slots.update(owner.slots())
         if self.config.tie_word_embeddings:
             del slots["lm_head.weight"]
         return slots
@@ -168,7 +167,30 @@ class Gemma3(nn.Module):
             raise CheckpointError(f"Tensor {min(slots)} is missing from the checkpoint ({len(slots)} missing in all).")
         if self.config.tie_word_embeddings:
             self.head.pack(self.embedding.weight, shared=True)
+        self._collect_operands()
+
+    def _collect_operands(self) -> None:
         self.operands = [layer.operands(norm) for layer, norm in zip(self.blocks, self.next_norms(), strict=True)]
+
+    def weight_owners(self) -> dict[str, Linear | NormScale | Embedding]:
+        """Every block that owns weights, by its name in the network."""
+        return {name: module for name, module in self.named_modules() if isinstance(module, Linear | NormScale | Embedding)}
+
+    def packed_forms(self) -> dict[str, PackedForm] | None:
+        """All weights of the loaded network as the backend keeps them; None where those are not worth storing."""
+        forms = {name: owner.packed_form() for name, owner in self.weight_owners().items()}
+        known = {name: form for name, form in forms.items() if form is not None}
+        return known if known.keys() == forms.keys() else None
+
+    def restore_weights(self, forms: Mapping[str, PackedForm]) -> bool:
+        """Fill the network with what ``packed_forms`` gave. False: they are of another network, and this one is as it was."""
+        owners = self.weight_owners()
+        if forms.keys() != owners.keys() or not all(owners[name].accepts(form) for name, form in forms.items()):
+            return False
+        for name, form in forms.items():
+            owners[name].restore(form)
+        self._collect_operands()
+        return True
 
     @property
     def blocks(self) -> list[DecoderLayer]:
@@ -181,8 +203,7 @@ class Gemma3(nn.Module):
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights; a tied head counts only as far as the backend made a copy of it."""
-        owners = [module for module in self.modules() if isinstance(module, Linear | NormScale | Embedding)]
-        return sum(owner.nbytes for owner in owners)
+        return sum(owner.nbytes for owner in self.weight_owners().values())
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """Final hidden states [n, h], normed, of every token of the batch; writes their keys and values to the cache."""

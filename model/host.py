@@ -31,12 +31,18 @@ def available_memory() -> int:
 @functools.cache
 def cpu_computes_bfloat16() -> bool:
     """True where the CPU multiplies bfloat16 matrices natively (AVX512_BF16 or AMX); elsewhere float32 is the faster type."""
+    return not _BFLOAT16_FLAGS.isdisjoint(cpu_flags())
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """The instruction sets and features of the processor, as Linux names them; empty where that is not known."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        return False
+        return frozenset()
     flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    return not _BFLOAT16_FLAGS.isdisjoint(flags.split())
+    return frozenset(flags.partition(":")[2].split())
 
 
 def _read_number(file: Path) -> int | None:

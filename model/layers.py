@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from model.config import Gemma3Config
-from model.ops import LinearRole, LinearWeight, Ops
+from model.ops import LinearRole, LinearWeight, Ops, PackedForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,18 @@ class Linear(nn.Module):
     def pack(self, weight: torch.Tensor, *, shared: bool = False) -> None:
         self.packed = self.ops.pack_linear(weight, self.role, shared=shared)
 
+    def packed_form(self) -> PackedForm | None:
+        """The filled layer's weight, to be stored; None where the backend's is not worth it."""
+        assert self.packed is not None
+        return self.ops.to_packed_form(self.packed)
+
+    def accepts(self, form: PackedForm) -> bool:
+        return form.values.get("in_features") == self.in_features and form.values.get("out_features") == self.out_features
+
+    def restore(self, form: PackedForm) -> None:
+        """Take the weight of a form that it accepts, in place of being filled."""
+        self.packed = self.ops.from_packed_form(form)
+
     @property
     def nbytes(self) -> int:
         return self.packed.nbytes if self.packed is not None else 0
@@ -76,6 +88,9 @@ class Head(Linear):
     def __init__(self, ops: Ops, config: Gemma3Config, num_valid_tokens: int) -> None:
         super().__init__(ops, "head", config.hidden_size, {"lm_head.weight": config.vocab_size})
         self.num_valid_tokens = num_valid_tokens
+
+    def accepts(self, form: PackedForm) -> bool:
+        return form.values.get("in_features") == self.in_features and form.values.get("out_features") == self.num_valid_tokens
 
     def pack(self, weight: torch.Tensor, *, shared: bool = False) -> None:
         super().pack(weight[: self.num_valid_tokens], shared=shared)
@@ -100,6 +115,15 @@ class NormScale(nn.Module):
     def _fill(self, tensor: torch.Tensor) -> None:
         self.scale = tensor.to(self.device, torch.float32) + 1.0
 
+    def packed_form(self) -> PackedForm:
+        return PackedForm({}, {"scale": self.scale})
+
+    def accepts(self, form: PackedForm) -> bool:
+        return _is_like(form, "scale", self.scale)
+
+    def restore(self, form: PackedForm) -> None:
+        self.scale = form.tensors["scale"].to(self.device)
+
     @property
     def nbytes(self) -> int:
         return self.scale.nbytes
@@ -121,12 +145,26 @@ class Embedding(nn.Module):
     def _fill(self, tensor: torch.Tensor) -> None:
         self.weight = torch.empty(self.shape, dtype=self.ops.dtype, device=self.ops.device).copy_(tensor)
 
+    def packed_form(self) -> PackedForm:
+        return PackedForm({}, {"weight": self.weight})
+
+    def accepts(self, form: PackedForm) -> bool:
+        return _is_like(form, "weight", self.weight)
+
+    def restore(self, form: PackedForm) -> None:
+        self.weight = form.tensors["weight"].to(self.ops.device)
+
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.weight[token_ids] * self.normalizer
+
+
+def _is_like(form: PackedForm, name: str, tensor: torch.Tensor) -> bool:
+    stored = form.tensors.get(name)
+    return stored is not None and stored.shape == tensor.shape and stored.dtype == tensor.dtype
 
 
 class RotaryEmbedding(nn.Module):

@@ -22,6 +22,7 @@ from model.ops import Ops, select_ops
 from model.sampler import Sampler
 from model.sampling_params import SamplingParams
 from model.sequence_chunk import NOT_FINITE, ChunkResult, SequenceChunk, StepMemoryError
+from model.weight_cache import WeightCache
 
 if TYPE_CHECKING:
     from model.checkpoint.base import Checkpoint
@@ -81,12 +82,13 @@ class ModelRunner:
         quantization: str = "none",
         progress: bool = True,
         num_valid_tokens: int | None = None,
+        weight_cache: WeightCache | None = None,
     ) -> "ModelRunner":
         """Load the weights of a checkpoint, one tensor at a time; the cache comes later, once its size is known.
 
         ``quantization`` is "auto", "none", "int8" or "int4". ``num_valid_tokens``: ids from here on have no token and are never
-        sampled (a head may have more rows than the tokenizer has tokens); all of the vocabulary when None. Raises ConfigError for
-        settings and CheckpointError for files.
+        sampled (a head may have more rows than the tokenizer has tokens); all of it when None. ``weight_cache``: where
+        packed weights are kept for the next load. Raises ConfigError for settings and CheckpointError for files.
         """
         target = _resolve_device(device)
         torch_dtype = resolve_dtype(dtype, target)
@@ -100,8 +102,11 @@ class ModelRunner:
         num_valid_tokens = min(config.vocab_size, num_valid_tokens or config.vocab_size)
         with torch.inference_mode():
             model = Gemma3(config, ops, num_valid_tokens)
-            total = len(model.weight_slots())
-            model.load_weights(_with_progress(checkpoint.tensors(), total, progress))
+            if weight_cache is None or not weight_cache.restore(model):
+                total = len(model.weight_slots())
+                model.load_weights(_with_progress(checkpoint.tensors(), total, progress))
+                if weight_cache is not None:
+                    weight_cache.save(model)
         runner = cls(model, spec, ops)
         runner.compile_seconds = compile_seconds
         return runner
@@ -161,6 +166,7 @@ class ModelRunner:
             return []
         batch, hidden = self._forward(chunks)
         results = [ChunkResult() for _ in chunks]
+        self._pool(hidden, chunks, batch.first_rows, results)
         self._score_prompts(hidden, chunks, batch.first_rows, results)
         self._sample(hidden, chunks, batch.first_rows, results)
         return results
@@ -174,6 +180,19 @@ class ModelRunner:
         assert self.cache is not None, "allocate_cache() comes first"
         batch = build_batch(chunks, self.spec, self.ops.device)
         return batch, self.model(batch, self.cache)
+
+    def _pool(
+        self, hidden: torch.Tensor, chunks: Sequence[SequenceChunk], first_rows: Sequence[int], results: list[ChunkResult]
+    ) -> None:
+        """Sums in float64: a mean over all of a prompt must not depend on the chunks it came in."""
+        for index, chunk in enumerate(chunks):
+            if not chunk.pools:
+                continue
+            total = hidden[first_rows[index] : first_rows[index + 1]].sum(0, dtype=torch.float64)  # [h]
+            if total.isfinite().all():
+                results[index].hidden_sum = total.cpu().numpy()
+            else:
+                results[index].error = NOT_FINITE
 
     def _sample(
         self, hidden: torch.Tensor, chunks: Sequence[SequenceChunk], first_rows: Sequence[int], results: list[ChunkResult]

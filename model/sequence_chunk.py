@@ -2,10 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from model.grammar_state import GrammarState
 from model.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 NOT_FINITE = "The model's logits are not finite for this sequence."  # the error of a ChunkResult
 
@@ -34,6 +38,7 @@ class SequenceChunk:
     # Prompt log-probabilities: the token that follows position start + i, for i < len(prompt_targets) <= len(token_ids).
     prompt_targets: Sequence[int] = ()
     grammar: GrammarState | None = None  # what may be drawn; None: anything
+    pools: bool = False  # the sum of the final hidden states of these tokens is wanted
 
 
 @dataclass(slots=True)
@@ -55,7 +60,8 @@ class ChunkResult:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token id, when asked for
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per prompt target, when asked for
-    error: str | None = None  # this sequence alone failed (non-finite logits)
+    hidden_sum: "npt.NDArray[np.float64] | None" = None  # [h], where the chunk pools
+    error: str | None = None  # this sequence alone failed (non-finite numbers)
 
 
 class Runner(Protocol):

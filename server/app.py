@@ -20,9 +20,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api import generation_routes, info_routes, tokenize_routes
-from server.api.request_schemas import ChatCompletionRequest, CompletionRequest
-from server.api.responses import error_response
+from server.api import embeddings, generation_routes, info_routes, messages_routes, tokenize_routes
+from server.api.chat_schemas import ChatCompletionRequest
+from server.api.embeddings import EmbeddingRequest
+from server.api.error_answers import error_answer
+from server.api.messages_schemas import CountTokensRequest, MessagesRequest
+from server.api.request_schemas import CompletionRequest
+from server.api.response_request import ResponseItem, ResponseRequest
 from server.api.tokenize_schemas import DetokenizeRequest, TokenizeRequest
 from server.api_keys import api_keys
 from server.engine.loaded import LoadedEngine, load_engine
@@ -45,6 +49,18 @@ logger = logging.getLogger("gemserve.app")
 
 # Loads what the settings name; the second argument is told the name of each phase as it begins.
 EngineFactory = Callable[[Settings, Callable[[str], None]], LoadedEngine]
+# Read by hand, so their schemas are added to the description by hand.
+BODIES = (
+    CompletionRequest,
+    ChatCompletionRequest,
+    ResponseRequest,
+    ResponseItem,
+    MessagesRequest,
+    CountTokensRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 OnEngineDeath = Callable[[BaseException], None]
 LAST_TRACES_SECONDS = 5.0
 
@@ -93,6 +109,8 @@ def create_app(
     app.state.server = state
     app.state.on_engine_death = _log_death
     app.include_router(generation_routes.create_router())
+    app.include_router(messages_routes.create_router())
+    app.include_router(embeddings.create_router())
     app.include_router(info_routes.create_router(serves_metrics=settings.metrics_port is None))
     app.include_router(tokenize_routes.create_router())
     # The last one added is the outermost.
@@ -158,6 +176,7 @@ def _start_loading(app: FastAPI, state: ServerState, factory: EngineFactory) -> 
         engine.engine.start()
         state.loaded = engine
         state.phase = "ready"
+        state.loaded_once.set()
         logger.info("ready: serving %s", ", ".join(engine.model_names))
 
     def failed(error: BaseException) -> None:
@@ -178,7 +197,7 @@ def _start_loading(app: FastAPI, state: ServerState, factory: EngineFactory) -> 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error_response(error)
+    return error_answer(request.scope, error)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -186,15 +205,15 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
     if error.status_code == 404:
-        return error_response(unknown_url(request.method, path))
+        return error_answer(request.scope, unknown_url(request.method, path))
     if error.status_code == 405:
-        return error_response(method_not_supported(request.method, path, error.headers))
-    return error_response(ApiError(error.status_code, str(error.detail), headers=error.headers))
+        return error_answer(request.scope, method_not_supported(request.method, path, error.headers))
+    return error_answer(request.scope, ApiError(error.status_code, str(error.detail), headers=error.headers))
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
     """Bodies are checked by ``api.validation``; what is left to the framework are path parameters."""
-    return error_response(invalid_request("The request is not valid.", code="invalid_value"))
+    return error_answer(request.scope, invalid_request("The request is not valid.", code="invalid_value"))
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
@@ -205,7 +224,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         models = models_json_schema(
-            [(body, "validation") for body in (CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)],
+            [(body, "validation") for body in BODIES],
             ref_template="#/components/schemas/{model}",
         )
         schemas = schema["components"]["schemas"]

@@ -98,7 +98,9 @@ def method_not_supported(method: str, path: str, headers: Mapping[str, str] | No
 
 def unauthorized(presented: bool) -> ApiError:
     message = (
-        "Incorrect API key provided." if presented else "You didn't provide an API key: send it as 'Authorization: Bearer KEY'."
+        "Incorrect API key provided."
+        if presented
+        else "You didn't provide an API key: send it as 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'."
     )
     code = "invalid_api_key" if presented else None
     return ApiError(401, message, code=code, headers={"www-authenticate": "Bearer"}, rejection="unauthorized")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.api.responses import error_response
+from server.api.error_answers import error_answer
 from server.errors import host_not_allowed
 from server.metrics import ENDPOINTS, Metrics
 from server.middleware import header_values
@@ -51,7 +51,7 @@ class HostMiddleware:
         endpoint = ENDPOINTS.get(scope["path"])
         if endpoint is not None and scope["method"] == "POST":
             self._metrics.observe_rejection(endpoint, "unauthorized")
-        await error_response(host_not_allowed(refused[0].decode("latin-1")))(scope, receive, send)
+        await error_answer(scope, host_not_allowed(refused[0].decode("latin-1")))(scope, receive, send)
 
     def _is_allowed(self, header: str) -> bool:
         host = host_of(header)

@@ -6,7 +6,7 @@ reaches the application, so it is neither counted nor logged there."""
 import asyncio
 from typing import TYPE_CHECKING, Literal
 
-from server.api.responses import encode_json
+from server.api.wire_values import encode_json
 from server.errors import ApiError, too_many_connections
 
 if TYPE_CHECKING:

@@ -31,9 +31,16 @@ from server.version import __version__
 # generate_latest writes this format; the library's own default content type announces one that mangles names with a colon.
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
-ENDPOINTS: Final = {"/v1/completions": "completions", "/v1/chat/completions": "chat_completions"}
+ENDPOINTS: Final = {
+    "/v1/completions": "completions",
+    "/v1/chat/completions": "chat_completions",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+    "/v1/embeddings": "embeddings",
+}
 ROUTES: Final = (
     *ENDPOINTS,
+    "/v1/messages/count_tokens",
     "/v1/models",
     "/v1/models/{id}",
     "/health",
@@ -52,7 +59,7 @@ OUTCOMES: Final = ("stop", "length", "tool_calls", "client_disconnect", "timeout
 FINISH_REASONS: Final = ("stop", "length", "tool_calls")
 STEP_KINDS: Final = ("prefill", "decode", "mixed")
 HOST_STAGES: Final = ("schedule", "sample", "detokenize")
-GRAMMAR_KINDS: Final = ("json", "regex", "choice", "grammar")
+GRAMMAR_KINDS: Final = ("json", "regex", "choice", "grammar", "calls")
 
 
 def route_template(path: str) -> str:

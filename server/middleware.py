@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.context import REQUEST_ID_KEY, RequestId
-from server.api.responses import error_response
+from server.api.error_answers import error_answer, is_messages_path
 from server.errors import ClientDisconnectedError, internal_error, unauthorized
 from server.metrics import ENDPOINTS, Metrics, route_template
 
@@ -45,13 +45,17 @@ class RequestContextMiddleware:
         given = values[0].decode("latin-1") if values else ""
         request_id = RequestId(given, is_given=True) if is_sound_request_id(given) else RequestId(uuid.uuid4().hex)
         scope[REQUEST_ID_KEY] = request_id
+        # Anthropic's clients look for it under a name of their own.
+        id_headers = (b"x-request-id", b"request-id") if is_messages_path(scope["path"]) else (b"x-request-id",)
         status = 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id.value.encode("latin-1"))]}
+                value = request_id.value.encode("latin-1")
+                headers = [(name, value) for name in id_headers]
+                message = {**message, "headers": [*message["headers"], *headers]}
             await send(message)
 
         route = route_template(scope["path"])
@@ -66,15 +70,15 @@ class RequestContextMiddleware:
             logger.exception("request %s failed", request_id.value)
             if status:
                 raise  # half an answer is out: the connection must not look sound
-            await error_response(internal_error())(scope, receive, send_with_id)
+            await error_answer(scope, internal_error())(scope, receive, send_with_id)
         finally:
             in_flight.dec()
             self._metrics.observe_http(scope["method"], route, status or CLIENT_CLOSED_REQUEST, time.monotonic() - started)
 
 
 class ApiKeyMiddleware:
-    """Lets a request with one of the keys pass; without keys every request. Only the probes are open. Keys are compared as
-    digests in constant time."""
+    """Lets a request with one of the keys pass, as Bearer token or in the header X-Api-Key; without keys every request. Only the
+    probes are open. Keys are compared as digests in constant time."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str], metrics: Metrics) -> None:
         self._app = app
@@ -85,21 +89,21 @@ class ApiKeyMiddleware:
         if scope["type"] != "http" or not self._digests or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        values = header_values(scope, b"authorization")
-        if self._is_known(values):
+        bearers, plain = header_values(scope, b"authorization"), header_values(scope, b"x-api-key")
+        values = bearers + plain
+        if len(bearers) <= 1 and len(plain) <= 1 and any([self._is_bearer_known(bearers), self._is_known(plain)]):
             await self._app(scope, receive, send)
             return
         endpoint = ENDPOINTS.get(scope["path"])
         if endpoint is not None and scope["method"] == "POST":
             self._metrics.observe_rejection(endpoint, "unauthorized")
-        await error_response(unauthorized(presented=bool(values)))(scope, receive, send)
+        await error_answer(scope, unauthorized(presented=bool(values)))(scope, receive, send)
 
-    def _is_known(self, values: Sequence[bytes]) -> bool:
-        if len(values) != 1:
-            return False
-        scheme, _, key = values[0].partition(b" ")
-        if scheme.lower() != b"bearer":
-            return False
-        digest = hashlib.sha256(key.strip(b" ")).digest()
-        known = [hmac.compare_digest(digest, expected) for expected in self._digests]
+    def _is_bearer_known(self, values: Sequence[bytes]) -> bool:
+        parts = [value.partition(b" ") for value in values]
+        return self._is_known([key.strip(b" ") for scheme, _, key in parts if scheme.lower() == b"bearer"])
+
+    def _is_known(self, keys: Sequence[bytes]) -> bool:
+        digests = [hashlib.sha256(key).digest() for key in keys]
+        known = [hmac.compare_digest(digest, expected) for digest in digests for expected in self._digests]
         return any(known)

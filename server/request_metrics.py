@@ -18,7 +18,7 @@ from server.tracing import Attribute, Phase, RequestTrace, RequestTracer
 logger = logging.getLogger("gemserve.request")
 
 # What OpenTelemetry's conventions call the endpoints' work.
-OPERATIONS = {"completions": "text_completion", "chat_completions": "chat"}
+OPERATIONS = {"completions": "text_completion", "chat_completions": "chat", "responses": "chat", "messages": "chat"}
 
 
 class ChoiceRecord:
@@ -35,7 +35,8 @@ class ChoiceRecord:
     def observe(self, output: TokenOutput, num_prompt_tokens: int, is_first: bool) -> None:
         """Count one output of the engine as it arrives."""
         now = time.monotonic()
-        self._request.phases.observe(output.timings, now)
+        num_computed = num_prompt_tokens - output.num_cached_tokens if is_first else 0
+        self._request.phases.observe(output.timings, now, num_computed, len(output.token_ids) - is_first)
         if is_first:
             self._metrics.prompt_tokens.inc(num_prompt_tokens)
             self._metrics.prompt_tokens_cached.inc(output.num_cached_tokens)
@@ -74,14 +75,18 @@ class PhaseTimes:
     def __init__(self) -> None:
         self._arrival = self._first_scheduled = self._first_token = math.inf
         self._last = -math.inf
+        self._num_prefilled = self._num_decoded = 0
 
-    def observe(self, timings: RequestTimings, now: float) -> None:
+    def observe(self, timings: RequestTimings, now: float, num_prefilled: int, num_decoded: int) -> None:
+        """``num_prefilled`` tokens were computed before a sequence's first token, ``num_decoded`` drawn after it."""
         assert timings.first_scheduled is not None
         assert timings.first_token is not None
         self._arrival = min(self._arrival, timings.arrival)
         self._first_scheduled = min(self._first_scheduled, timings.first_scheduled)
         self._first_token = min(self._first_token, timings.first_token)
         self._last = max(self._last, now)
+        self._num_prefilled += num_prefilled
+        self._num_decoded += max(0, num_decoded)
 
     def phases(self) -> list[Phase]:
         """Queue, prefill, decode; none before the first output."""
@@ -93,6 +98,19 @@ class PhaseTimes:
     def server_timing(self) -> str:
         """The value of a Server-Timing header, in milliseconds."""
         return ", ".join(f"{phase.name};dur={1000 * (phase.ended - phase.began):.3f}" for phase in self.phases())
+
+    def wire(self) -> dict[str, float | None]:
+        """The object ``timings`` of an answer. A rate is null where nothing was computed."""
+        seconds = {phase.name: phase.ended - phase.began for phase in self.phases()}
+
+        def rate(num_tokens: int, phase: str) -> float | None:
+            return round(num_tokens / seconds[phase], 3) if num_tokens and seconds[phase] > 0 else None
+
+        return {
+            **{f"{name}_ms": round(1000 * duration, 3) for name, duration in seconds.items()},
+            "prefill_tokens_per_second": rate(self._num_prefilled, "prefill"),
+            "decode_tokens_per_second": rate(self._num_decoded, "decode"),
+        }
 
 
 class RequestRecord:

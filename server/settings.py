@@ -88,7 +88,9 @@ class Settings:
     served_model_name: tuple[str, ...] = _setting(
         (), texts, "Names under which the model is served, the first in answers.", "NAME", shown="the model's own name"
     )
-    api_key: tuple[str, ...] = _setting((), texts, "Keys of which a request must bring one as Bearer token.", "KEY", shown="none")
+    api_key: tuple[str, ...] = _setting(
+        (), texts, "Keys of which a request must bring one, as Bearer token or as X-Api-Key.", "KEY", shown="none"
+    )
     api_key_file: Path | None = _setting(
         None,
         existing_file,
@@ -138,6 +140,12 @@ class Settings:
         1_048_576, integer(0), "Prompt tokens that may wait to be computed; more are refused. 0: no limit.", "TOKENS"
     )
     overload_status: str = _choices("429", ("429", "503"), "Status of the refusal of what is beyond these two limits.")
+    scheduling_policy: str = _choices(
+        "fcfs",
+        ("fcfs", "priority"),
+        "Which waiting requests start first. fcfs: in the order in which they came; priority: those of the lowest `priority`, "
+        "and in that order among equals.",
+    )
     block_size: int = _setting(16, integer(1), "Tokens in one block of the cache; divides the sliding window.", "TOKENS")
     kv_cache_memory: int | None = _setting(
         None, parse_size, "Memory of the key-value cache, such as 2GiB.", "SIZE", shown="a share of what is free after loading"
@@ -148,7 +156,15 @@ class Settings:
     strict_roles: bool = _switch(False, "Refuse chats whose roles do not alternate, instead of merging messages.")
     strict_context: bool = _switch(False, "Refuse max_tokens beyond the room left, instead of lowering it.")
     cache_dir: Path | None = _setting(
-        None, path, "Folder for converted tokenizers.", "FOLDER", variable="GEMSERVE_CACHE", shown="~/.cache/gemserve"
+        None,
+        path,
+        "Folder for converted tokenizers and packed weights.",
+        "FOLDER",
+        variable="GEMSERVE_CACHE",
+        shown="~/.cache/gemserve",
+    )
+    weight_cache: bool = _switch(
+        True, "Keep the weights of models up to 4 GiB as they are packed for this processor, so that later starts are faster."
     )
     max_connections: int = _setting(
         4096,

@@ -1,6 +1,7 @@
 """What the HTTP layer knows about the server's life: loading, ready, draining, dead. One object per application, changed in the
 event loop only."""
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Mapping
@@ -34,6 +35,7 @@ class ServerState:
     is_stopping: bool = False
     memory: MemoryReadings | None = None
     tracer: RequestTracer | None = None
+    loaded_once: asyncio.Event = field(default_factory=asyncio.Event)  # the model is there
     admission: AdmissionControl = field(init=False)
     encoding_limiter: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(ENCODING_THREADS))
 

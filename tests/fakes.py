@@ -8,10 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import tokenizers
 from tokenizers import AddedToken, decoders, normalizers
 from tokenizers.models import BPE
 
+from model.grammar_state import GrammarFault
 from model.kv_cache_spec import KVCacheSpec
 from model.sampling_params import SamplingParams
 from model.sequence_chunk import NOT_FINITE, ChunkResult, SequenceChunk, StepMemoryError, TokenLogprobs
@@ -25,6 +28,7 @@ from server.settings import Settings
 from server.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 512
+HIDDEN_SIZE = 4
 PAD, EOS, BOS, UNK, START_OF_TURN, END_OF_TURN = 0, 1, 2, 3, 105, 106
 FIRST_BYTE = 120
 FIRST_TEXT = FIRST_BYTE + 256
@@ -76,6 +80,11 @@ def greedy_token(prefix: Sequence[int]) -> int:
     return FIRST_BYTE + 0xC3 if value % 12 == 0 else _TEXT_TOKENS[value % len(_TEXT_TOKENS)]
 
 
+def hidden_state(token_id: int) -> npt.NDArray[np.float64]:
+    """Of the token alone, so that a mean tells which tokens were pooled, and how often."""
+    return np.array([token_id, token_id**2, 1, _hash(token_id) % 1000], dtype=np.float64)
+
+
 def token_logprobs(prefix: Sequence[int], token_id: int, num_top: int) -> TokenLogprobs:
     best = greedy_token(prefix)
 
@@ -108,6 +117,8 @@ class FakeRunner:
         tokens = [*chunk.prompt_token_ids, *chunk.output_token_ids]
         prompt, num_output = list(chunk.prompt_token_ids), len(chunk.output_token_ids)
         result = ChunkResult()
+        if chunk.pools:
+            result.hidden_sum = sum((hidden_state(token) for token in chunk.token_ids), np.zeros(HIDDEN_SIZE))
         if chunk.sampling.prompt_logprobs is not None:
             for i, target in enumerate(chunk.prompt_targets):
                 prefix = tokens[: chunk.start + i + 1]
@@ -124,7 +135,10 @@ class FakeRunner:
             return ChunkResult(error=NOT_FINITE)
         token = self._sample(tokens, num_output, chunk.sampling)
         if chunk.grammar is not None:
-            mask = chunk.grammar.mask()
+            try:
+                mask = chunk.grammar.mask()
+            except GrammarFault as fault:
+                return ChunkResult(error=str(fault))
             if mask is None:
                 return result
             allowed = [i for i in range(VOCAB_SIZE) if mask[i >> 3] >> (i & 7) & 1]
@@ -171,6 +185,7 @@ def fake_engine_factory(
             tokenizer=tokenizer,
             grammars=GrammarCompiler(tokenizer),
             model_names=list(settings.served_model_name) or ["fake-gemma"],
+            hidden_size=HIDDEN_SIZE,
             default_sampling=dict(default_sampling or {}),
             fingerprint="0123456789abcdef",
             model_info={

@@ -81,6 +81,7 @@ def test_command_line_and_plan_import_no_torch_by_themselves() -> None:
     "modules",
     [
         ["server.settings", "server.__main__", "server.cli", "server.plan", "server.bench.run"],
+        ["model.checkpoint", "model.weight_cache", "model.torch_import", "server.engine.loaded"],
         [f"server.engine.{name}" for name in SCHEDULING],
         ["server.text"],
         ["server.grammar"],

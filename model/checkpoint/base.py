@@ -5,7 +5,7 @@ Importing this module imports no torch.
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,6 +37,11 @@ class Checkpoint(Protocol):
         ...
 
     @property
+    def weight_files(self) -> Sequence[Path]:
+        """The files that the weights are in."""
+        ...
+
+    @property
     def default_sampling(self) -> dict[str, Any]:
         """Sampling defaults of generation_config.json (temperature, top_k, top_p, min_p, repetition_penalty); may be empty."""
         ...
@@ -44,6 +49,11 @@ class Checkpoint(Protocol):
     @property
     def tokenizer_file(self) -> Path:
         """A tokenizer.json. For GGUF it is rebuilt and cached on first use (a few seconds)."""
+        ...
+
+    @property
+    def tokens(self) -> Sequence[str] | None:
+        """The text of every token by id, with blanks or the tokenizer's mark in their place; None where it is not at hand."""
         ...
 
     @property

@@ -1,17 +1,20 @@
 """Quantised GGUF blocks to float32. The ``gguf`` package knows every type; the four commonest have compiled kernels too, which
-give the same bits about ten times faster and are what a start waits for. Without a compiler the package does it all."""
+give the same bits about ten times faster and are what a start waits for. Without a compiler the package does it all. Importing
+this module imports no torch."""
 
 import ctypes
 import functools
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +40,10 @@ def _kernels() -> ctypes.CDLL | None:
 
 def dequantize_rows(
     raw: NDArray[np.uint8], quantization: GGMLQuantizationType, columns: int, threads: ThreadPoolExecutor
-) -> tuple[torch.Tensor, bool]:
+) -> "tuple[torch.Tensor, bool]":
     """uint8 [rows, bytes of a row] -> float32 [rows, columns], and whether every value is finite."""
+    import torch
+
     rows = raw.shape[0]
     kernels = _kernels() if quantization in _FORMATS else None
     if kernels is None:
@@ -59,7 +64,9 @@ def dequantize_rows(
 
 def _by_package(
     raw: NDArray[np.uint8], quantization: GGMLQuantizationType, columns: int, threads: ThreadPoolExecutor
-) -> tuple[torch.Tensor, bool]:
+) -> "tuple[torch.Tensor, bool]":
+    import torch
+
     result = torch.empty((raw.shape[0], columns), dtype=torch.float32)
     target = result.numpy()
     step = max(1, SLICE_ELEMENTS // columns)

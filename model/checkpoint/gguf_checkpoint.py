@@ -4,19 +4,21 @@
 GGUF stores Gemma's norm weights with the 1 already added; here it is subtracted again, in float32.
 """
 
+import ctypes
 import hashlib
 import math
+import mmap
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from gguf.constants import GGML_QUANT_SIZES, LlamaFileType
 from tqdm import tqdm
 
@@ -36,8 +38,12 @@ from model.checkpoint.tokenizer_cache import cached_tokenizer
 from model.config import Gemma3Config
 from model.errors import CheckpointError, ConfigError
 
+if TYPE_CHECKING:
+    import torch
+
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
+_MAP_FIXED = 0x10  # of Linux on all its processors; the module mmap does not name it
 MAX_THREADS = min(8, os.cpu_count() or 1)  # numpy computes outside the interpreter lock
 
 _TOP_LEVEL = {"token_embd.weight": EMBEDDING, "output_norm.weight": "model.norm.weight", "output.weight": HEAD}
@@ -69,20 +75,21 @@ def canonical_name(gguf_name: str) -> str:
 
 
 def open_gguf(files: Sequence[Path], *, name: str, cache_dir: Path, progress: bool) -> "GGUFCheckpoint":
-    """Open a GGUF file, or one that is cut into several parts (joined in memory)."""
+    """Open a GGUF file, or one that is cut into several parts (mapped one after the other)."""
     label = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more parts"
     try:
         data = _map(files[0]) if len(files) == 1 else _join(files)
     except OSError as error:
         raise CheckpointError(f"{label}: cannot be read: {error.strerror or error}.") from error
-    return GGUFCheckpoint(data, label, name=name, cache_dir=cache_dir, progress=progress)
+    return GGUFCheckpoint(data, label, files, name=name, cache_dir=cache_dir, progress=progress)
 
 
 class GGUFCheckpoint:
     """Implements ``Checkpoint`` on the bytes of a GGUF file."""
 
-    def __init__(self, data: Bytes, file: str, *, name: str, cache_dir: Path, progress: bool) -> None:
+    def __init__(self, data: Bytes, file: str, files: Sequence[Path], *, name: str, cache_dir: Path, progress: bool) -> None:
         self._data = data
+        self.weight_files = tuple(files)
         self._file = file
         self._cache_dir = cache_dir
         self._progress = progress
@@ -150,6 +157,10 @@ class GGUFCheckpoint:
             key, lambda: build_tokenizer_json(self._header.metadata, self._file, progress=self._progress), self._cache_dir
         )
 
+    @property
+    def tokens(self) -> list[str]:
+        return self._header.metadata["tokenizer.ggml.tokens"]  # type: ignore[no-any-return]
+
     @cached_property
     def weight_format(self) -> str:
         file_type = self._header.metadata.get("general.file_type")
@@ -161,7 +172,7 @@ class GGUFCheckpoint:
             sizes[info.quantization.name] += info.num_bytes
         return sizes.most_common(1)[0][0]
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
         total = sum(info.num_bytes for info in self._infos.values())
         hidden = None if self._progress else True  # None: shown on a terminal only
         with (
@@ -176,7 +187,7 @@ class GGUFCheckpoint:
     def close(self) -> None:
         self._data = np.zeros(0, dtype=np.uint8)  # the mapping goes with its last reference
 
-    def _load(self, info: TensorInfo, subtract_one: bool, threads: ThreadPoolExecutor) -> torch.Tensor:
+    def _load(self, info: TensorInfo, subtract_one: bool, threads: ThreadPoolExecutor) -> "torch.Tensor":
         columns = info.shape[-1]
         raw = self._raw(info).reshape(math.prod(info.shape[:-1]), -1)
         tensor, is_finite = dequantize_rows(raw, info.quantization, columns, threads)
@@ -205,6 +216,8 @@ def _map(file: Path) -> Bytes:
 
 def _join(files: Sequence[Path]) -> Bytes:
     sizes = [file.stat().st_size for file in files]
+    if all(size % mmap.PAGESIZE == 0 for size in sizes[:-1]) and sys.platform == "linux":
+        return _map_one_after_the_other(files, sizes)
     data = np.empty(sum(sizes), dtype=np.uint8)
     start = 0
     for file, size in zip(files, sizes, strict=True):
@@ -213,4 +226,21 @@ def _join(files: Sequence[Path]) -> Bytes:
                 start, size = start + count, size - count
         if size:
             raise CheckpointError(f"{file}: the file ends {size} bytes early.")
+    return data
+
+
+def _map_one_after_the_other(files: Sequence[Path], sizes: Sequence[int]) -> Bytes:
+    """The parts as one range of memory that is read when it is needed. Each but the last is a whole number of pages."""
+    whole = mmap.mmap(-1, sum(sizes))  # keeps the addresses, and gives all of them back when the last reference goes
+    data = np.frombuffer(whole, dtype=np.uint8)
+    map_at = ctypes.CDLL(None, use_errno=True).mmap
+    map_at.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    map_at.restype = ctypes.c_void_p
+    address = data.ctypes.data
+    for file, size in zip(files, sizes, strict=True):
+        with file.open("rb") as stream:
+            if size and map_at(address, size, mmap.PROT_READ, mmap.MAP_PRIVATE | _MAP_FIXED, stream.fileno(), 0) != address:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        address += size
+    data.flags.writeable = False
     return data

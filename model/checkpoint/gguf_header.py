@@ -26,6 +26,7 @@ MAX_DIMENSION = 1 << 40
 MAX_NAME_BYTES = 1 << 16
 MAX_STRING_BYTES = 1 << 24
 MAX_NUMERIC_ARRAY = 1 << 24  # elements of one array
+SHORTEST_QUICK_ARRAY = 1024
 MAX_ARRAY_STRINGS = 1 << 20  # strings of all arrays of the file together: they are what costs time in Python
 
 _SCALARS: dict[GGUFValueType, str] = {
@@ -181,7 +182,8 @@ class _Parser:
         return array.astype(np.bool_) if value_type is GGUFValueType.BOOL else array.copy()
 
     def strings(self, length: int, label: str) -> list[str]:
-        """The loop that reads a vocabulary of 262,144 tokens; written out, since it dominates the time of parsing."""
+        if (quick := self.short_strings(length)) is not None:
+            return quick
         buffer, size, position = self.buffer, self.size, self.position
         unpack: Callable[..., tuple[int]] = _UINT64.unpack_from
         values: list[str] = []
@@ -199,6 +201,40 @@ class _Parser:
             raise self.error(f"{label}: element {len(values)} is not valid UTF-8") from None
         self.position = position
         return values
+
+    def short_strings(self, length: int) -> list[str] | None:
+        """The same for a vocabulary of 262,144 tokens, several times faster. None: the strings are not what is assumed here.
+
+        A string shorter than 256 bytes stands behind a byte for its length and seven zeros, and text holds no zeros. So zeros
+        show where each string begins, and that all of them follow one another without a gap proves it.
+        """
+        if length < SHORTEST_QUICK_ARRAY:
+            return None
+        window = np.frombuffer(self.buffer[self.position :][: length * 32], dtype=np.uint8)
+        is_zero = window == 0
+        two = is_zero[:-1] & is_zero[1:]
+        four = two[:-2] & two[2:]
+        firsts = np.flatnonzero(four[:-3] & four[3:])  # of seven in a row; the byte before is the length
+        starts = np.empty(length + 1, dtype=np.int64)  # of the length of each string, and where the last one ends
+        if len(firsts) < length or firsts[0] != 1:
+            return None
+        starts[:-1] = firsts[:length] - 1
+        starts[1:] = starts[:-1] + 8 + window[starts[:-1]]
+        if starts[-1] > len(window) or not np.array_equal(starts[:-1], firsts[:length] - 1):
+            return None
+        if np.count_nonzero(is_zero[: starts[-1]]) != 7 * length:
+            return None
+        is_kept = ~is_zero[: starts[-1]]
+        is_kept[starts[:-1]] = False
+        is_kept[starts[:-1] + 1] = True  # one zero of each, to split at
+        try:
+            values: list[str] = window[: starts[-1]][is_kept].tobytes().decode("utf-8").split("\0")
+        except UnicodeDecodeError:
+            return None
+        if len(values) != length + 1:
+            return None
+        self.position += int(starts[-1])
+        return values[1:]
 
     def string(self, label: str, limit: int) -> str:
         length = self.uint64(label)

@@ -16,9 +16,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
@@ -35,6 +34,9 @@ from model.checkpoint.safetensors_header import DTYPE_BYTES, StoredTensor, read_
 from model.config import Gemma3Config
 from model.config_formats import token_id_list
 from model.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +72,7 @@ class HuggingFaceCheckpoint:
         self._headers: dict[Path, bytes] = {}
         self._tensors: dict[str, StoredTensor] = {}
         self._closed = False
+        self.tokens: list[str] | None = None  # stand in tokenizer.json alone
         self.name = name
         config_bytes = self._read("config.json")
         if config_bytes is None:
@@ -208,6 +211,8 @@ class HuggingFaceCheckpoint:
         head, embedding = self._tensors[HEAD], self._tensors[EMBEDDING]
         if head.dtype != embedding.dtype:
             return False
+        import torch
+
         with ExitStack() as stack:
             left, right = (self._open(stack, stored.file).get_slice(stored.name) for stored in (head, embedding))
             return all(
@@ -221,6 +226,10 @@ class HuggingFaceCheckpoint:
         parts += [(header, _FileSamples(file)) for file, header in sorted(self._headers.items())]
         return sampled_fingerprint(parts)
 
+    @property
+    def weight_files(self) -> list[Path]:
+        return sorted(self._headers)
+
     @cached_property
     def weight_format(self) -> str:
         sizes: dict[str, int] = {}
@@ -228,7 +237,7 @@ class HuggingFaceCheckpoint:
             sizes[stored.dtype] = sizes.get(stored.dtype, 0) + stored.num_bytes
         return _DTYPE_NAMES[max(sizes, key=lambda dtype: sizes[dtype])]
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
         if self._closed:
             raise CheckpointError(f"{self._folder}: the checkpoint has been closed.")
         names = list(expected_shapes(self.config))

@@ -11,6 +11,7 @@ Everything runs under torch.inference_mode().
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -30,6 +31,14 @@ class LinearWeight(Protocol):
     def nbytes(self) -> int:
         """Bytes that this weight holds beyond what its other owner, if it is shared, holds anyway."""
         ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedForm:
+    """A weight as its backend keeps it, taken apart so that it can be stored and put together again without packing."""
+
+    values: Mapping[str, int | str]
+    tensors: Mapping[str, torch.Tensor]
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +119,14 @@ class Ops(ABC):
         A backend may repack or quantise it and let go of the original, or keep it. ``shared``: the tensor also belongs to someone
         else (a tied head is a view of the first rows of the embedding matrix, which the network keeps for look-ups).
         """
+
+    def to_packed_form(self, weight: LinearWeight) -> PackedForm | None:
+        """A weight of ``pack_linear`` taken apart; its tensors share the weight's memory. None: not worth storing."""
+        return None
+
+    def from_packed_form(self, form: PackedForm) -> LinearWeight:
+        """The weight of a form that a backend made like this one gave, keeping the form's tensors."""
+        raise NotImplementedError(f"{self.name} stores no packed weights")
 
     @abstractmethod
     def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from model.host import cpu_computes_bfloat16
-from model.ops import AttentionMetadata, Candidates, LayerOperands, LinearRole, LinearWeight
+from model.ops import AttentionMetadata, Candidates, LayerOperands, LinearRole, LinearWeight, PackedForm
 from model.ops.cpu_build import load_library
-from model.ops.cpu_weights import PackedWeight, WeightStorage, choose_storage, pack_weight
+from model.ops.cpu_weights import PackedWeight, WeightStorage, choose_storage, pack_weight, put_together, take_apart
 from model.ops.reference import ReferenceOps
 
 MATRIX_ROWS = 8  # fewer rows are bound by reading the weight, which the kernels do as fast as memory allows
@@ -65,6 +65,13 @@ class CpuOps(ReferenceOps):
         assert weight.dtype == self.dtype
         keep_plain = self._leaves_batches_to_torch and role != "head"
         return pack_weight(self._library, weight, choose_storage(weight, self.weights, role), keep_plain=keep_plain)
+
+    def to_packed_form(self, weight: LinearWeight) -> PackedForm | None:
+        assert isinstance(weight, PackedWeight)
+        return take_apart(weight)
+
+    def from_packed_form(self, form: PackedForm) -> LinearWeight:
+        return put_together(form)
 
     def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         assert isinstance(weight, PackedWeight)

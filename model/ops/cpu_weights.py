@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from model.ops import LinearRole
+from model.ops import LinearRole, PackedForm
 
 # "exact" keeps weights as they are, in bfloat16 where that loses nothing (half the bytes to read), else in float32. The others
 # round: to bfloat16; to int8 in groups of 32 inputs; to int4 likewise, but the head, whose errors are the logits' own, to int8.
@@ -63,6 +63,35 @@ def pack_weight(library: ctypes.CDLL, weight: torch.Tensor, storage: str, *, kee
     data = torch.empty(num_elements // 2 if storage == "int4" else num_elements, dtype=_ELEMENTS[storage])
     library.advise_huge_pages(data.data_ptr(), data.nbytes)
     scales = torch.empty(num_elements // GROUP, dtype=torch.float16) if storage in ("int8", "int4") else None
+    source = weight.contiguous()
+    packed = _described(out_features, in_features, storage, data, scales, source if keep_plain else None)
+    library.pack_linear(packed.address, source.data_ptr(), int(source.dtype == torch.bfloat16), torch.get_num_threads())
+    return packed
+
+
+def take_apart(weight: PackedWeight) -> PackedForm:
+    """What ``put_together`` makes the weight of again, without packing."""
+    tensors = {"data": weight.data, "scales": weight.scales, "plain": weight.plain}
+    return PackedForm(
+        {"out_features": weight.out_features, "in_features": weight.in_features, "storage": weight.storage},
+        {name: tensor for name, tensor in tensors.items() if tensor is not None},
+    )
+
+
+def put_together(form: PackedForm) -> PackedWeight:
+    values, tensors = form.values, form.tensors
+    sizes = int(values["out_features"]), int(values["in_features"])
+    return _described(*sizes, str(values["storage"]), tensors["data"], tensors.get("scales"), tensors.get("plain"))
+
+
+def _described(
+    out_features: int,
+    in_features: int,
+    storage: str,
+    data: torch.Tensor,
+    scales: torch.Tensor | None,
+    plain: torch.Tensor | None,
+) -> PackedWeight:
     descriptor = _Descriptor(
         data.data_ptr(),
         scales.data_ptr() if scales is not None else None,
@@ -71,11 +100,7 @@ def pack_weight(library: ctypes.CDLL, weight: torch.Tensor, storage: str, *, kee
         GROUP,
         _KINDS[storage],
     )
-    address = ctypes.addressof(descriptor)
-    source = weight.contiguous()
-    library.pack_linear(address, source.data_ptr(), int(source.dtype == torch.bfloat16), torch.get_num_threads())
-    plain = source if keep_plain else None
-    return PackedWeight(out_features, in_features, storage, data, scales, descriptor, address, plain)
+    return PackedWeight(out_features, in_features, storage, data, scales, descriptor, ctypes.addressof(descriptor), plain)
 
 
 def _fits_bfloat16(weight: torch.Tensor) -> bool:

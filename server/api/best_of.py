@@ -1,6 +1,7 @@
 """Which choices of a finished run are returned: all of them, or with best_of the likeliest of each prompt, best first."""
 
-from server.api.generation import ChoiceEvent, GenerationPlan
+from server.api.generation import ChoiceEvent
+from server.api.generation_plan import GenerationPlan
 
 
 class ChoiceRanking:

@@ -1,4 +1,4 @@
-"""From a plan (prompts x choices) to one stream of events, the same for both endpoints, streamed or not.
+"""From a plan (prompts x choices) to one stream of events, the same for all endpoints, streamed or not.
 
 Every choice runs as a request of its own in the engine and is turned into text here. ``next_event`` hands out what happened, in
 order of arrival. When the client leaves, one choice fails, or the run is closed, every open request is aborted.
@@ -9,14 +9,15 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
 from starlette.types import Receive
 
-from model.grammar_state import Grammar
 from model.sampling_params import SamplingParams
 from model.sequence_chunk import TokenLogprobs
 from server.admission import Ticket
+from server.api.generation_plan import GenerationPlan
 from server.engine.async_engine import AsyncEngine
 from server.engine.request import (
     EngineDrainingError,
@@ -28,51 +29,19 @@ from server.engine.request import (
     TokenOutput,
 )
 from server.errors import ApiError, ClientDisconnectedError, internal_error, request_timeout, shutting_down
-from server.request_metrics import ChoiceRecord, RequestRecord
+from server.request_metrics import ChoiceRecord, PhaseTimes, RequestRecord
+from server.text.call_parser import CallParser, Part
 from server.text.detokenizer import Detokenizer
 from server.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
 logger = logging.getLogger("gemserve.api")
 
-
-@dataclass(frozen=True, slots=True)
-class PromptPlan:
-    """One prompt, and how its choices are drawn. ``text`` is its text as echo shows it."""
-
-    token_ids: list[int]
-    sampling: SamplingParams
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationPlan:
-    response_id: str
-    prompts: tuple[PromptPlan, ...]
-    n: int
-    stop: tuple[str, ...]
-    cache_salt: str | None = None
-    include_stop: bool = False  # the text ends with the stop string or stop token
-    skip_special_tokens: bool = True
-    num_best: int | None = None  # of the n choices of each prompt, so many are returned: the likeliest
-    grammar: Grammar | None = None
-
-    @property
-    def shows_labels(self) -> bool:
-        """Generated tokens come with the request's own choice of alternatives, all of which are shown."""
-        return self.prompts[0].sampling.logprob_token_ids is not None
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.prompts) * self.n
-
-    @property
-    def num_sequences(self) -> int:
-        """Requests in the engine: equal choices are computed once."""
-        return sum(1 if prompt.sampling.greedy else self.n for prompt in self.prompts)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(len(prompt.token_ids) for prompt in self.prompts)
+# Of a choice: as the engine says it, or that the text called functions.
+ChoiceFinish = FinishReason | Literal["tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +49,34 @@ class ChoiceEvent:
     """What one step of the engine meant for one choice; ``index`` is prompt index x n + choice.
 
     ``token_ids`` are the tokens that count, end and stop tokens included, none behind a stop string; ``logprobs`` belong to them
-    one by one. ``text`` may be empty while a part of a character or of a stop string is held back.
+    one by one. ``parts`` are text and pieces of calls, in their order; there are none while a part of a character, of a stop
+    string or of what may become a call is held back.
     """
 
     index: int
-    text: str
+    parts: Sequence[Part]
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs]
     prompt_logprobs: Sequence[TokenLogprobs] | None
     is_first: bool
-    finish_reason: FinishReason | None
+    finish_reason: ChoiceFinish | None
+    stop_text: str | None = None  # the stop string that ended the text
+    mean_hidden: "npt.NDArray[np.float64] | None" = None  # [h], where the plan pools
+
+    @property
+    def text(self) -> str:
+        return "".join(part for part in self.parts if isinstance(part, str))
 
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of the whole request so far. A prompt counts once, whatever n is."""
+    """Tokens and times of the whole request so far. A prompt counts once, whatever n is. ``is_over``: no choice has more."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    phases: PhaseTimes = field(default_factory=PhaseTimes)
+    is_over: bool = False
 
     def wire(self) -> dict[str, object]:
         return {
@@ -121,6 +99,8 @@ class _ChoiceText:
             min_tokens=sampling.min_tokens,
         )
         self._shows_stop_token = plan.include_stop
+        self._calls = None if plan.calls is None else CallParser(plan.calls)
+        self._is_named = plan.calls is not None and plan.calls.is_named
         self._num_tokens = 0
 
     def event(self, output: TokenOutput, index: int, is_first: bool) -> ChoiceEvent:
@@ -137,7 +117,32 @@ class _ChoiceText:
             finish_reason = "stop"
         self._num_tokens += len(token_ids)
         logprobs = output.logprobs[: len(token_ids)]
-        return ChoiceEvent(index, text, token_ids, logprobs, output.prompt_logprobs, is_first, finish_reason)
+        parts, finish = self._parts(text, finish_reason)
+        return ChoiceEvent(
+            index,
+            parts,
+            token_ids,
+            logprobs,
+            output.prompt_logprobs,
+            is_first,
+            finish,
+            stop_text=detokenizer.stopped,
+            mean_hidden=output.mean_hidden,
+        )
+
+    def _parts(self, text: str, finish_reason: FinishReason | None) -> tuple[Sequence[Part], ChoiceFinish | None]:
+        calls = self._calls
+        if calls is None:
+            return ((text,) if text else ()), finish_reason
+        parts = calls.push(text)
+        if calls.is_done:
+            finish_reason = "stop"
+        if finish_reason is not None:
+            parts += calls.flush()
+        # A client that named the function is told of a plain end, as OpenAI's API does.
+        if finish_reason == "stop" and calls.num_calls and not self._is_named:
+            return parts, "tool_calls"
+        return parts, finish_reason
 
 
 class GenerationRun:
@@ -158,7 +163,7 @@ class GenerationRun:
         deadline: float | None = None,
         queue_deadline: float | None = None,
     ) -> None:
-        self.usage = Usage(prompt_tokens=plan.num_prompt_tokens)
+        self.usage = Usage(prompt_tokens=plan.num_prompt_tokens, phases=record.phases)
         self._engine = engine
         self._tokenizer = tokenizer
         self.plan = plan
@@ -169,7 +174,7 @@ class GenerationRun:
         self._events: asyncio.Queue[ChoiceEvent | Exception] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._open_choices = plan.num_choices
-        self._outcome: FinishReason = "stop"
+        self._outcome: ChoiceFinish = "stop"
 
     def start(self, receive: Receive) -> None:
         """Send every choice to the engine, and watch ``receive`` for the client's departure."""
@@ -196,9 +201,10 @@ class GenerationRun:
         self._record.count_generated(len(event.token_ids))
         if event.finish_reason is not None:
             self._open_choices -= 1
+            self.usage.is_over = self._open_choices == 0
             self._record.finish_reasons[event.index] = event.finish_reason
-            if event.finish_reason == "length":
-                self._outcome = "length"
+            if event.finish_reason == "length" or self._outcome == "stop":
+                self._outcome = event.finish_reason
         return event
 
     async def _take_event(self, timeout_seconds: float | None) -> ChoiceEvent | Exception:
@@ -270,6 +276,8 @@ class GenerationRun:
             sampling=replace(prompt.sampling, choice=choice),
             cache_salt=plan.cache_salt,
             grammar=plan.grammar,
+            pools=plan.pools,
+            priority=plan.priority,
             queue_deadline=self._queue_deadline,
         )
         text = _ChoiceText(self._tokenizer, plan, prompt.sampling)

@@ -1,7 +1,9 @@
-"""POST /v1/completions and POST /v1/chat/completions: read, check, plan, run, answer. Only the answer's form differs."""
+"""POST /v1/completions, /v1/chat/completions and /v1/responses: read, check, plan, run, answer. Only plan and answer differ, on
+these endpoints and on every other one that computes."""
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
@@ -12,50 +14,61 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.admission import BodyTicket, Ticket
+from server.api.chat_schemas import ChatCompletionRequest
+from server.api.choice_answer import ChoiceAnswer, StreamUsage
 from server.api.context import request_id_of, state_of
 from server.api.deadline import Deadline, header_timeout
-from server.api.generation import ChoiceEvent, GenerationPlan, GenerationRun
-from server.api.preparation import prepare_chat, prepare_completion
-from server.api.request_schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from server.api.response_schemas import ChatCompletionResponse, CompletionResponse, ErrorResponse
-from server.api.responses import (
-    KEEP_ALIVE_SECONDS,
-    EventStreamResponse,
-    ResponseHead,
-    StreamUsage,
-    collected_response,
-)
+from server.api.generation import ChoiceEvent, GenerationRun
+from server.api.generation_plan import GenerationPlan
+from server.api.preparation import prepare_chat, prepare_completion, prepare_response
+from server.api.request_schemas import CompletionRequest, GenerationBody
+from server.api.response_answer import ResponseAnswer
+from server.api.response_request import ResponseRequest
+from server.api.response_schemas import ChatCompletionResponse, CompletionResponse, ErrorResponse, ResponseObject
+from server.api.responses import KEEP_ALIVE_SECONDS, Answer, EventStreamResponse, collected_response
 from server.api.trace_attributes import trace_attributes
 from server.api.validation import parse_request, read_json_object, request_body
-from server.api.wire_forms import ChatForm, CompletionForm, WireForm
+from server.api.wire_forms import ChatForm, CompletionForm
+from server.api.wire_values import ResponseHead
 from server.engine.loaded import LoadedEngine
 from server.errors import ApiError, ClientDisconnectedError, request_timeout
 from server.request_metrics import RequestRecord
 from server.state import ServerState
 from server.tracing import PROPAGATION_HEADERS
 
-Body = TypeVar("Body", bound=GenerationRequest)
+Body = TypeVar("Body", bound=GenerationBody)
 Prepare = Callable[[ServerState, LoadedEngine, Body, str, Ticket], Awaitable[GenerationPlan]]
-MakeForm = Callable[[LoadedEngine, GenerationPlan, Body], WireForm]
+MakeAnswer = Callable[[ServerState, LoadedEngine, GenerationPlan, Body, ResponseHead], Answer]
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse} for status in (400, 401, 403, 404, 408, 413, 429, 500, 503)
 }
 
 
-class _Endpoint(Generic[Body]):
-    """What tells one generation endpoint from the other."""
+class GenerationEndpoint(ABC, Generic[Body]):
+    """One request from its arrival to its answer."""
 
-    def __init__(self, name: str, id_prefix: str, body: type[Body], prepare: Prepare[Body], make_form: MakeForm[Body]) -> None:
+    def __init__(self, name: str, id_prefix: str, body: type[Body], prepare: Prepare[Body]) -> None:
         self._name = name
         self._id_prefix = id_prefix
         self._body = body
         self._prepare = prepare
-        self._make_form = make_form
+
+    @abstractmethod
+    async def respond(
+        self,
+        run: GenerationRun,
+        body: Body,
+        head: ResponseHead,
+        state: ServerState,
+        loaded: LoadedEngine,
+        headers: dict[str, str],
+    ) -> Response:
+        """The answer in one piece, when the run is over; or a stream that has begun, which closes the run at its end."""
 
     async def handle(self, request: Request) -> Response:
         state = state_of(request)
-        response_id = f"{self._id_prefix}-{uuid.uuid4().hex}"
+        response_id = f"{self._id_prefix}{uuid.uuid4().hex}"
         request_id = request_id_of(request)
         request_id.adopt(response_id)
         carrier = {name: request.headers[name] for name in PROPAGATION_HEADERS if name in request.headers}
@@ -75,10 +88,9 @@ class _Endpoint(Generic[Body]):
                 record.observe_plan(plan.num_prompt_tokens, max(prompt.sampling.max_tokens for prompt in plan.prompts))
                 model = body.model or loaded.model_names[0]
                 if record.is_traced:
-                    record.add_attributes(trace_attributes(request, plan, body, model))
+                    record.add_attributes(trace_attributes(request, plan, getattr(body, "seed", None), model))
                 head = ResponseHead(response_id, int(time.time()), model, state.system_fingerprint)
                 headers = parsed.headers()
-                form = self._make_form(loaded, plan, body)
                 until = deadline.queue_deadline(
                     stream=record.stream, num_sequences=plan.num_sequences, keep_alive_seconds=KEEP_ALIVE_SECONDS
                 )
@@ -90,9 +102,9 @@ class _Endpoint(Generic[Body]):
                 raise
             run.start(request.receive)
             if body.stream:
-                return await _stream(run, form, head, body, state, headers)
+                return await self.respond(run, body, head, state, loaded, headers)
             try:
-                response = await collected_response(run, form, head, headers)
+                response = await self.respond(run, body, head, state, loaded, headers)
             finally:
                 await run.close()
             response.headers.update(record.timing_headers())
@@ -109,9 +121,29 @@ class _Endpoint(Generic[Body]):
             raise request_timeout() from None
 
 
-async def _stream(
-    run: GenerationRun, form: WireForm, head: ResponseHead, body: GenerationRequest, state: ServerState, headers: dict[str, str]
-) -> Response:
+class AnsweringEndpoint(GenerationEndpoint[Body]):
+    """What tells one endpoint that generates from the others."""
+
+    def __init__(
+        self, name: str, id_prefix: str, body: type[Body], prepare: Prepare[Body], make_answer: MakeAnswer[Body]
+    ) -> None:
+        super().__init__(name, id_prefix, body, prepare)
+        self._make_answer = make_answer
+
+    async def respond(
+        self,
+        run: GenerationRun,
+        body: Body,
+        head: ResponseHead,
+        state: ServerState,
+        loaded: LoadedEngine,
+        headers: dict[str, str],
+    ) -> Response:
+        answer = self._make_answer(state, loaded, run.plan, body, head)
+        return await (_stream(run, answer, state, headers) if body.stream else collected_response(run, answer, headers))
+
+
+async def _stream(run: GenerationRun, answer: Answer, state: ServerState, headers: dict[str, str]) -> Response:
     """Waits for the first token, so that what fails before it is an HTTP error; after a while the stream begins without one."""
     first: ChoiceEvent | None
     try:
@@ -121,11 +153,7 @@ async def _stream(
     except BaseException:
         await run.close()
         raise
-    options = body.stream_options
-    usage = StreamUsage()
-    if options is not None and options.include_usage:
-        usage = StreamUsage(include=True, continuous=bool(options.continuous_usage_stats))
-    return EventStreamResponse(run, form, head, usage, first, state.metrics, headers)
+    return EventStreamResponse(run, answer, first, state.metrics, headers)
 
 
 @asynccontextmanager
@@ -149,18 +177,29 @@ async def _counted(record: RequestRecord, state: ServerState) -> AsyncIterator[B
         raise
 
 
-def _completion_form(loaded: LoadedEngine, plan: GenerationPlan, body: CompletionRequest) -> WireForm:
-    return CompletionForm(loaded.tokenizer, plan, body)
+def _completion_answer(
+    state: ServerState, loaded: LoadedEngine, plan: GenerationPlan, body: CompletionRequest, head: ResponseHead
+) -> Answer:
+    return ChoiceAnswer(plan, CompletionForm(loaded.tokenizer, plan, body), head, StreamUsage.of(body.stream_options))
 
 
-def _chat_form(loaded: LoadedEngine, plan: GenerationPlan, body: ChatCompletionRequest) -> WireForm:
-    return ChatForm(loaded.tokenizer, plan, body)
+def _chat_answer(
+    state: ServerState, loaded: LoadedEngine, plan: GenerationPlan, body: ChatCompletionRequest, head: ResponseHead
+) -> Answer:
+    return ChoiceAnswer(plan, ChatForm(loaded.tokenizer, plan, body), head, StreamUsage.of(body.stream_options))
+
+
+def _response_answer(
+    state: ServerState, loaded: LoadedEngine, plan: GenerationPlan, body: ResponseRequest, head: ResponseHead
+) -> Answer:
+    return ResponseAnswer(state, loaded.tokenizer, plan, body, head)
 
 
 def create_router() -> APIRouter:
     router = APIRouter()
-    completions = _Endpoint("completions", "cmpl", CompletionRequest, prepare_completion, _completion_form)
-    chat = _Endpoint("chat_completions", "chatcmpl", ChatCompletionRequest, prepare_chat, _chat_form)
+    completions = AnsweringEndpoint("completions", "cmpl-", CompletionRequest, prepare_completion, _completion_answer)
+    chat = AnsweringEndpoint("chat_completions", "chatcmpl-", ChatCompletionRequest, prepare_chat, _chat_answer)
+    responses = AnsweringEndpoint("responses", "resp_", ResponseRequest, prepare_response, _response_answer)
 
     @router.post(
         "/v1/completions",
@@ -179,5 +218,14 @@ def create_router() -> APIRouter:
     )
     async def create_chat_completion(request: Request) -> Response:
         return await chat.handle(request)
+
+    @router.post(
+        "/v1/responses",
+        responses={200: {"model": ResponseObject}, **_ERRORS},
+        openapi_extra=request_body("ResponseRequest"),
+        summary="Answer a chat, as typed items",
+    )
+    async def create_response(request: Request) -> Response:
+        return await responses.handle(request)
 
     return router

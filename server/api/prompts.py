@@ -7,10 +7,12 @@ from typing import TypeVar
 
 from anyio import to_thread
 
-from server.api.request_schemas import Message
+from server.api.chat_schemas import Message
+from server.api.tool_schemas import Tool
 from server.errors import ApiError, invalid_request
 from server.state import ServerState
-from server.text.chat_template import ChatMessage, ChatTemplateError, merge_messages
+from server.text.conversation import ChatMessage, ChatTemplateError, merge_messages
+from server.text.functions import Function, FunctionCall, functions_text
 from server.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
@@ -20,6 +22,15 @@ Result = TypeVar("Result")
 class EncodedPrompt:
     token_ids: list[int]
     text: str  # as echo shows it; empty where it is not needed
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The messages of a chat, the request fields that they came from, and the functions that the model is told of."""
+
+    messages: Sequence[ChatMessage]
+    names: Sequence[str]
+    functions: Sequence[Function] = ()
 
 
 async def in_thread(state: ServerState, work: Callable[[], Result]) -> Result:
@@ -36,7 +47,13 @@ def prompt_list(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequen
 
 
 def encode_prompt(
-    tokenizer: Tokenizer, prompt: str | list[int], *, limit: int | None, wants_text: bool, skip_special_tokens: bool
+    tokenizer: Tokenizer,
+    prompt: str | list[int],
+    *,
+    limit: int | None,
+    wants_text: bool,
+    skip_special_tokens: bool,
+    param: str = "prompt",
 ) -> EncodedPrompt:
     """Text gets one BOS; ids are used as they are. ``limit``: see ``truncated``."""
     if isinstance(prompt, str):
@@ -46,7 +63,7 @@ def encode_prompt(
             return EncodedPrompt(kept, prompt)
         shown = kept[1:] if kept[0] == tokenizer.bos_token_id else kept
         return EncodedPrompt(kept, tokenizer.decode(shown, skip_special_tokens=False) if wants_text else "")
-    check_token_ids(tokenizer, prompt, "prompt")
+    check_token_ids(tokenizer, prompt, param)
     kept = truncated(prompt, limit, tokenizer.bos_token_id)
     return EncodedPrompt(kept, tokenizer.decode(kept, skip_special_tokens=skip_special_tokens) if wants_text else "")
 
@@ -63,7 +80,7 @@ def truncated(token_ids: list[int], limit: int | None, bos_token_id: int) -> lis
 async def encode_chat(
     state: ServerState,
     tokenizer: Tokenizer,
-    messages: Sequence[Message],
+    conversation: Conversation,
     *,
     add_generation_prompt: bool | None,
     continue_final_message: bool | None,
@@ -75,29 +92,55 @@ async def encode_chat(
         if add_generation_prompt:
             message = "Invalid value for 'add_generation_prompt': with 'continue_final_message' it must be false or left out."
             raise invalid_request(message, param="add_generation_prompt", code="invalid_value")
-        if messages[-1].role not in ("user", "assistant"):
+        if conversation.messages[-1].role not in ("user", "assistant"):
             message = "Invalid value for 'continue_final_message': the last message must be one of role 'assistant' or 'user'."
             raise invalid_request(message, param="continue_final_message", code="invalid_value")
     opens_turn = not continue_final_message and add_generation_prompt is not False
-    chat = _chat_messages(messages)
+    strict = state.settings.strict_roles
+
+    def encode() -> list[int]:
+        instructions = functions_text(conversation.functions) if conversation.functions else ""
+        merged = merge_messages(conversation.messages, strict, names=conversation.names, instructions=instructions)
+        return tokenizer.encode_chat(merged, opens_turn, bool(continue_final_message), max_tokens=max_tokens)
+
     try:
-        merged = merge_messages(chat, strict=state.settings.strict_roles)
-        continues = bool(continue_final_message)
-        return await in_thread(state, lambda: tokenizer.encode_chat(merged, opens_turn, continues, max_tokens=max_tokens))
+        return await in_thread(state, encode)
     except ChatTemplateError as error:
         raise invalid_request(str(error), param=error.param, code="invalid_value") from None
 
 
-def _chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
-    chat = []
-    for index, message in enumerate(messages):
-        if message.content is None:
-            param = f"messages[{index}].content"
-            text = f"Invalid value for '{param}': a message of role '{message.role}' needs text."
-            raise invalid_request(text, param=param, code="invalid_type")
-        parts = tuple(part.text for part in message.content)
-        chat.append(ChatMessage(message.role, parts[0] if len(parts) == 1 else parts))
-    return chat
+def chat_functions(tools: Sequence[Tool] | None) -> list[Function]:
+    return [
+        Function(tool.function.name, tool.function.description, tool.function.parameters, f"tools[{index}].function.parameters")
+        for index, tool in enumerate(tools or ())
+    ]
+
+
+def chat_conversation(messages: Sequence[Message], functions: Sequence[Function] = ()) -> Conversation:
+    """Messages as clients of chat completions send them. Raises ApiError for fields that do not go with the role."""
+    names = [f"messages[{index}]" for index in range(len(messages))]
+    return Conversation([_chat_message(message, name) for message, name in zip(messages, names, strict=True)], names, functions)
+
+
+def _chat_message(message: Message, name: str) -> ChatMessage:
+    if message.tool_calls and message.role != "assistant":
+        raise _misplaced(f"{name}.tool_calls", "an assistant")
+    if message.role == "tool" and message.tool_call_id is None:
+        param = f"{name}.tool_call_id"
+        raise invalid_request(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+    if message.tool_call_id is not None and message.role != "tool":
+        raise _misplaced(f"{name}.tool_call_id", "role 'tool'")
+    if message.content is None and not message.tool_calls:
+        param = f"{name}.content"
+        text = f"Invalid value for '{param}': a message of role '{message.role}' needs text."
+        raise invalid_request(text, param=param, code="invalid_type")
+    parts = tuple(part.text for part in message.content or ())
+    calls = tuple(FunctionCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ())
+    return ChatMessage(message.role, "".join(parts) if len(parts) <= 1 else parts, calls, message.tool_call_id)
+
+
+def _misplaced(param: str, owner: str) -> ApiError:
+    return invalid_request(f"Invalid value for '{param}': only a message of {owner} has it.", param=param, code="invalid_value")
 
 
 def check_token_ids(tokenizer: Tokenizer, token_ids: Sequence[int], param: str) -> None:

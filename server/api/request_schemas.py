@@ -1,15 +1,16 @@
-"""The bodies of the two generation endpoints. Types are strict (true is no integer, "5" and 2.0 are no integers, no NaN), every
-number is bounded, and an explicit null means the default. What a request means is decided in ``preparation``, not here.
+"""What the bodies of the generation endpoints share, and the body of completions. Types are strict (true is no integer, "5" and
+2.0 are no integers, no NaN), every number is bounded, and an explicit null means the default. What a request means is decided in
+``preparation`` and beside it, not here.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from server.api.deadline import MAX_TIMEOUT_SECONDS, MIN_TIMEOUT_SECONDS
 from server.api.structured_schemas import ChoiceList, Pattern, ResponseFormat, SchemaField, StructuredOutputs
-from server.api.wire_values import WireModel, check_text, wrong_type
+from server.api.wire_values import JsonObject, WireModel, check_text, wrong_type
 
 MAX_INT = 2**63 - 1
 MAX_CHOICES = 128
@@ -22,12 +23,11 @@ MAX_ALLOWED_TOKEN_IDS = 1024
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BEST_OF = 20
 MAX_PROMPTS = 1024
-MAX_MESSAGES = 4096
 
 Prompt = str | list[str] | list[int] | list[list[int]]
 
 
-def _check_prompt(value: object) -> object:
+def check_prompts(value: object, limit: int) -> object:
     """Sniffs nothing: the first element decides the form, and every other one must have it. Ids are checked against the
     vocabulary later. A plain union of lists would take [true, 2.0, "5"] for ids and report every element of a long list."""
     expected = "expected a string, a list of strings, a list of token ids, or a list of lists of token ids"
@@ -53,13 +53,17 @@ def _check_prompt(value: object) -> object:
     elif not all(type(token) is int for token in value):
         raise wrong_type(expected + "; token ids are integers")
     num_prompts = 1 if type(first) is int else len(value)
-    if num_prompts > MAX_PROMPTS:
+    if num_prompts > limit:
         raise PydanticCustomError(
             "array_above_max_length",
             "expected at most {limit} prompts, got {count}",
-            {"limit": MAX_PROMPTS, "count": num_prompts},
+            {"limit": limit, "count": num_prompts},
         )
     return value
+
+
+def _check_prompt(value: object) -> object:
+    return check_prompts(value, MAX_PROMPTS)
 
 
 def _listed(value: object) -> object:
@@ -103,19 +107,20 @@ Truncation = Annotated[
 ]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]], AfterValidator(_check_logit_bias)]
+PROMPT_JSON_SCHEMA = WithJsonSchema(
+    {
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "items": {"type": "string"}, "minItems": 1},
+            {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+            {"type": "array", "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1}, "minItems": 1},
+        ]
+    }
+)
 PromptField = Annotated[
     Any,
     BeforeValidator(_check_prompt),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}, "minItems": 1},
-                {"type": "array", "items": {"type": "integer"}, "minItems": 1},
-                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1}, "minItems": 1},
-            ]
-        }
-    ),
+    PROMPT_JSON_SCHEMA,
 ]
 
 
@@ -125,17 +130,27 @@ class StreamOptions(WireModel):
     include_obfuscation: bool | None = Field(None, description="Accepted; nothing is padded.")
 
 
-class GenerationRequest(WireModel):
-    """What both endpoints share. Fields without meaning here are accepted and named in a response header."""
+class GenerationBody(WireModel):
+    """What the bodies of all endpoints that compute have."""
 
     model: str | None = Field(None, max_length=512, description="A served name; the first one when absent.")
+    stream: bool | None = None
+    timeout: Annotated[float, Field(ge=MIN_TIMEOUT_SECONDS, le=MAX_TIMEOUT_SECONDS)] | None = Field(
+        None, description="Seconds within which the whole answer must be there; also the header X-Request-Timeout."
+    )
+    priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = Field(
+        None, description="Lower is earlier; anything but 0 needs --scheduling-policy priority."
+    )
+
+
+class GenerationRequest(GenerationBody):
+    """What the endpoints of OpenAI's forms share. Fields without meaning here are accepted and named in a response header."""
+
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = Field(None, description="0 or -1: off.")
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     seed: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: TokenCount | None = None
     min_tokens: TokenCount | None = Field(None, description="End tokens and stop strings wait for this many tokens.")
     stop: StopList | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
@@ -149,21 +164,11 @@ class GenerationRequest(WireModel):
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = Field(
         None, description="Nothing else is drawn, end tokens included."
     )
-    logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LOGPROB_TOKEN_IDS)] | None = Field(
-        None, description="With logprobs: the alternatives reported at each generated position, instead of the likeliest."
-    )
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
-        None, description="Log-probabilities of the prompt's tokens, with so many alternatives. Not with stream."
-    )
-    return_token_ids: bool | None = Field(None, description="Adds prompt_token_ids and token_ids to the answer.")
     include_stop_str_in_output: bool | None = Field(None, description="The text ends with the stop string or stop token.")
     skip_special_tokens: bool | None = Field(None, description="False: control tokens are shown as their literals. Default true.")
     truncate_prompt_tokens: Truncation | None = Field(
         None, description="Keep this many tokens at the prompt's end (-1: what fits), and a beginning-of-sequence token in front."
     )
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: SchemaField | None = None
     guided_regex: Pattern | None = None
@@ -172,20 +177,35 @@ class GenerationRequest(WireModel):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256), AfterValidator(check_text)] | None = Field(
         None, description="Cached prefixes are shared between requests of the same salt only."
     )
-    timeout: Annotated[float, Field(ge=MIN_TIMEOUT_SECONDS, le=MAX_TIMEOUT_SECONDS)] | None = Field(
-        None, description="Seconds within which the whole answer must be there; also the header X-Request-Timeout."
-    )
     user: Annotated[str, Field(max_length=512)] | None = None
     # Known to OpenAI's API and without meaning here.
     store: bool | None = None
-    metadata: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+    metadata: Annotated[JsonObject, Field(max_length=64)] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
 
-class CompletionRequest(GenerationRequest):
+class ChoicesRequest(GenerationRequest):
+    """What completions and chats share: answers of several choices."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: TokenCount | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LOGPROB_TOKEN_IDS)] | None = Field(
+        None, description="With logprobs: the alternatives reported at each generated position, instead of the likeliest."
+    )
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+        None, description="Log-probabilities of the prompt's tokens, with so many alternatives. Not with stream."
+    )
+    return_token_ids: bool | None = Field(None, description="Adds prompt_token_ids and token_ids to the answer.")
+    return_tokens_as_token_ids: bool | None = Field(None, description="Tokens of logprobs are called token_id:N.")
+    return_timings: bool | None = Field(None, description="Adds timings to the answer, or to the last chunk of its choices.")
+
+
+class CompletionRequest(ChoicesRequest):
     prompt: PromptField = Field(
         description="Text gets one beginning-of-sequence token and may hold control tokens; token ids are used as they are."
     )
@@ -198,73 +218,11 @@ class CompletionRequest(GenerationRequest):
     )
 
 
-class TextPart(WireModel):
-    type: Literal["text"]
-    text: Text
-
-
-def _check_content(value: object) -> object:
-    """Text becomes one part. Names the part that is not text; a model of text takes no other."""
-    if value is None:
-        return value
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if not isinstance(value, list):
-        raise wrong_type("expected a string or a list of content parts")
-    if not value:
-        raise PydanticCustomError("empty_array", "expected at least one content part, got an empty list")
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(kind, str):
-            raise wrong_type("expected content parts such as {'type': 'text', 'text': '…'}")
-        if kind != "text":
-            raise PydanticCustomError(
-                "unsupported_value",
-                "content parts of type {kind} are not supported: this server takes text",
-                {"kind": repr(kind[:40])},
-            )
-    return value
-
-
-_TEXT_PART_SCHEMA = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-Content = Annotated[
-    list[TextPart],
-    BeforeValidator(_check_content),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART_SCHEMA, "minItems": 1}]}),
-]
-
-
-class Message(WireModel):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content | None = None
-    name: Annotated[str, Field(max_length=512)] | None = Field(None, description="Accepted; the model has no place for it.")
-    # Present with null in answers that clients send back.
-    refusal: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-
-
-class ChatCompletionRequest(GenerationRequest):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: TokenCount | None = Field(None, description="Wins over max_tokens.")
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(None, description="Needs logprobs: true.")
-    add_generation_prompt: bool | None = Field(None, description="False: the prompt ends with the last message. Default true.")
-    continue_final_message: bool | None = Field(
-        None, description="The answer continues the last message, whose turn stays open; without a generation prompt."
-    )
-
-
 # Accepted without effect: the answer names them in the header x-gemserve-ignored-parameters.
 FIELDS_WITHOUT_MEANING = frozenset(
     {
         "store",
+        "max_tool_calls",
         "metadata",
         "service_tier",
         "safety_identifier",

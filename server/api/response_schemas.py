@@ -33,6 +33,14 @@ class PromptLogprob(BaseModel):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
+class Timings(BaseModel):
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+    prefill_tokens_per_second: float | None
+    decode_tokens_per_second: float | None
+
+
 class CompletionChoice(BaseModel):
     index: int
     text: str
@@ -51,6 +59,7 @@ class CompletionResponse(BaseModel):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: UsageSchema
+    timings: Timings | None = Field(None, description="With return_timings.")
 
 
 class TopLogprob(BaseModel):
@@ -68,17 +77,29 @@ class ChatLogprobs(BaseModel):
     refusal: None
 
 
+class CalledFunctionSchema(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCallSchema(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunctionSchema
+
+
 class AssistantMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    tool_calls: list[ToolCallSchema] = Field(default_factory=list, description="Where functions were called.")
 
 
 class ChatChoice(BaseModel):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     token_ids: list[int] = Field(default_factory=list, description="With return_token_ids.")
 
 
@@ -90,8 +111,86 @@ class ChatCompletionResponse(BaseModel):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: UsageSchema
+    timings: Timings | None = Field(None, description="With return_timings.")
     prompt_token_ids: list[int] = Field(default_factory=list, description="With return_token_ids.")
     prompt_logprobs: PromptLogprobs = Field(default_factory=list, description="With prompt_logprobs.")
+
+
+class ResponseInputTokensDetails(BaseModel):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class ResponseOutputTokensDetails(BaseModel):
+    reasoning_tokens: int
+
+
+class ResponseUsageSchema(BaseModel):
+    input_tokens: int
+    input_tokens_details: ResponseInputTokensDetails
+    output_tokens: int
+    output_tokens_details: ResponseOutputTokensDetails
+    total_tokens: int
+
+
+class ResponseOutputText(BaseModel):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[ChatTokenLogprob]
+
+
+class ResponseOutputMessage(BaseModel):
+    id: str
+    type: Literal["message"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"]
+    content: list[ResponseOutputText]
+
+
+class ResponseFunctionCall(BaseModel):
+    id: str
+    type: Literal["function_call"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ResponseErrorSchema(BaseModel):
+    code: str
+    message: str
+
+
+class ResponseObject(BaseModel):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: ResponseErrorSchema | None
+    incomplete_details: dict[str, str] | None
+    model: str
+    output: list[ResponseOutputMessage | ResponseFunctionCall]
+    usage: ResponseUsageSchema | None
+    background: Literal[False]
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, Any]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: dict[str, None]
+    service_tier: str
+    store: Literal[False]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    user: str | None
 
 
 class ErrorDetail(BaseModel):
@@ -103,6 +202,62 @@ class ErrorDetail(BaseModel):
 
 class ErrorResponse(BaseModel):
     error: ErrorDetail
+
+
+class MessageText(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class MessageUsage(BaseModel):
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageResponse(BaseModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[MessageText]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence"] | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class CountTokensResponse(BaseModel):
+    input_tokens: int
+
+
+class MessagesErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class MessagesErrorResponse(BaseModel):
+    type: Literal["error"]
+    error: MessagesErrorDetail
+    request_id: str
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingsUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingsResponse(BaseModel):
+    object: Literal["list"]
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingsUsage
 
 
 class ModelCard(BaseModel):

@@ -1,23 +1,19 @@
 """Sends what a run yields: collected into one JSON answer, or as server-sent events. Either way the run is closed at the end."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.api.best_of import ChoiceRanking
-from server.api.generation import ChoiceEvent, GenerationRun
-from server.api.wire_forms import Choice, WireForm
+from server.api.generation import ChoiceEvent, GenerationRun, Usage
+from server.api.wire_values import encode_json
 from server.errors import ApiError, ClientDisconnectedError
 from server.metrics import Metrics
 
 # An idle stream says so, so that no proxy takes it for dead.
 KEEP_ALIVE_SECONDS = 15.0
 KEEP_ALIVE = b": keep-alive\n\n"
-DONE = b"data: [DONE]\n\n"
 
 STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -26,8 +22,19 @@ STREAM_HEADERS = {
 }
 
 
-def encode_json(value: object) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")
+class Answer(Protocol):
+    """What an endpoint says of a run: ``chunks`` of a stream until its ``end`` or ``failure``, or one ``collected`` body.
+    ``usage`` is that of the run so far."""
+
+    def chunks(self, event: ChoiceEvent, usage: Usage) -> bytes: ...
+
+    def end(self, usage: Usage) -> bytes: ...
+
+    def failure(self, error: ApiError, usage: Usage) -> bytes: ...
+
+    def collect(self, event: ChoiceEvent) -> None: ...
+
+    def collected(self, usage: Usage) -> dict[str, Any]: ...
 
 
 class JsonResponse(Response):
@@ -41,44 +48,10 @@ def error_response(error: ApiError) -> JsonResponse:
     return JsonResponse(error.body(), error.status, dict(error.headers or {}))
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseHead:
-    """What every chunk of a stream, or the one answer, repeats."""
-
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
-
-    def envelope(self, object_name: str, choices: list[Choice]) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": object_name,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.system_fingerprint,
-            "choices": choices,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class StreamUsage:
-    """``include``: one more chunk with the usage, and null on all others; ``continuous``: the usage so far on every one."""
-
-    include: bool = False
-    continuous: bool = False
-
-
-async def collected_response(run: GenerationRun, form: WireForm, head: ResponseHead, headers: Mapping[str, str]) -> Response:
-    pieces: dict[int, list[Choice]] = {}
-    ranking = ChoiceRanking(run.plan)
+async def collected_response(run: GenerationRun, answer: Answer, headers: Mapping[str, str]) -> Response:
     while (event := await run.next_event()) is not None:
-        ranking.observe(event)
-        pieces.setdefault(event.index, []).extend(form.pieces(event))
-    choices = [{**form.merged(pieces[chosen]), "index": index} for index, chosen in enumerate(ranking.returned())]
-    body = head.envelope(form.object_name, choices) | form.answer_fields()
-    body["usage"] = run.usage.wire()
-    return JsonResponse(body, headers=dict(headers))
+        answer.collect(event)
+    return JsonResponse(answer.collected(run.usage), headers=dict(headers))
 
 
 class EventStreamResponse(Response):
@@ -87,9 +60,7 @@ class EventStreamResponse(Response):
     def __init__(
         self,
         run: GenerationRun,
-        form: WireForm,
-        head: ResponseHead,
-        usage: StreamUsage,
+        answer: Answer,
         first: ChoiceEvent | None,
         metrics: Metrics,
         headers: Mapping[str, str],
@@ -97,9 +68,7 @@ class EventStreamResponse(Response):
         super().__init__(headers={**STREAM_HEADERS, **headers})
         del self.headers["content-length"]
         self._run = run
-        self._form = form
-        self._head = head
-        self._usage = usage
+        self._answer = answer
         self._first = first
         self._metrics = metrics
 
@@ -120,7 +89,7 @@ class EventStreamResponse(Response):
         is_idle = event is None
         try:
             while event is not None or is_idle:
-                body = KEEP_ALIVE if event is None else self._chunks(event)
+                body = KEEP_ALIVE if event is None else self._answer.chunks(event, self._run.usage)
                 if body:
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                 try:
@@ -128,21 +97,7 @@ class EventStreamResponse(Response):
                     is_idle = False
                 except TimeoutError:
                     event, is_idle = None, True
-            end = self._usage_chunk() if self._usage.include else b""
+            end = self._answer.end(self._run.usage)
         except ApiError as error:
-            end = b"data: " + encode_json(error.body()) + b"\n\n"
-        await send({"type": "http.response.body", "body": end + DONE, "more_body": True})
-
-    def _chunks(self, event: ChoiceEvent) -> bytes:
-        return b"".join(self._chunk([piece]) for piece in self._form.pieces(event))
-
-    def _chunk(self, choices: list[Choice]) -> bytes:
-        chunk = self._head.envelope(self._form.chunk_object_name, choices)
-        for piece in choices:
-            chunk |= self._form.chunk_fields(piece)
-        if self._usage.include:
-            chunk["usage"] = self._run.usage.wire() if self._usage.continuous or not choices else None
-        return b"data: " + encode_json(chunk) + b"\n\n"
-
-    def _usage_chunk(self) -> bytes:
-        return self._chunk([])
+            end = self._answer.failure(error, self._run.usage)
+        await send({"type": "http.response.body", "body": end, "more_body": True})

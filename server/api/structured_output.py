@@ -4,7 +4,8 @@ thing, and only one of them may be given. Every fault is a 400 that names the fi
 from typing import Any
 
 from model.grammar_state import Grammar
-from server.api.request_schemas import GenerationRequest
+from server.api.request_schemas import ChoicesRequest, GenerationRequest
+from server.api.response_request import ResponseRequest
 from server.api.structured_schemas import ResponseFormat, StructuredOutputs
 from server.engine.loaded import LoadedEngine
 from server.errors import ApiError, invalid_request
@@ -14,29 +15,51 @@ from server.metrics import Metrics
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
-async def compile_grammar(loaded: LoadedEngine, body: GenerationRequest, metrics: Metrics) -> Grammar | None:
+async def compile_grammar(loaded: LoadedEngine, source: GrammarSource | None, metrics: Metrics) -> Grammar | None:
     """The compiled constraint of a request, None without one."""
-    source = grammar_source(body)
     if source is None:
         return None
-    metrics.grammars.labels(source.kind).inc()
     try:
-        with metrics.grammar_seconds.time():
-            return await loaded.grammars.compile(source)
+        return await counted_compilation(loaded, source, metrics)
     except GrammarError as error:
-        raise _invalid(source.param, str(error)) from None
+        raise invalid_constraint(source.param, str(error)) from None
 
 
-def grammar_source(body: GenerationRequest) -> GrammarSource | None:
-    """The one constraint of a request, not compiled yet."""
+async def counted_compilation(loaded: LoadedEngine, source: GrammarSource, metrics: Metrics) -> Grammar:
+    """Raises GrammarError."""
+    metrics.grammars.labels(source.kind).inc()
+    with metrics.grammar_seconds.time():
+        return await loaded.grammars.compile(source)
+
+
+def choices_constraint(body: ChoicesRequest) -> GrammarSource | None:
+    """The one constraint of a completion or chat, not compiled yet."""
+    return grammar_source(body, _of_response_format(body.response_format))
+
+
+def response_constraint(body: ResponseRequest) -> GrammarSource | None:
+    """The one constraint of a response, not compiled yet."""
+    given = None if body.text is None else body.text.format
+    formats = []
+    if given is not None and given.type == "json_object":
+        formats = [any_object("text.format")]
+    elif given is not None and given.type == "json_schema":
+        if given.schema_ is None:
+            raise _missing("text.format.schema")
+        formats = [GrammarSource("json", given.schema_, "text.format.schema")]
+    return grammar_source(body, formats)
+
+
+def grammar_source(body: GenerationRequest, formats: list[GrammarSource]) -> GrammarSource | None:
+    """The one constraint of a request; ``formats`` are those that it has besides the spellings that all endpoints share."""
     sources = [
-        *_of_response_format(body.response_format),
+        *formats,
         *_of_structured_outputs(body.structured_outputs),
         *_sources("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar),
     ]
     if len(sources) > 1:
         others = ", ".join(f"'{source.param}'" for source in sources[:-1])
-        raise _invalid(sources[-1].param, f"a text can follow one constraint only, and {others} is given too")
+        raise invalid_constraint(sources[-1].param, f"a text can follow one constraint only, and {others} is given too")
     return sources[0] if sources else None
 
 
@@ -44,7 +67,7 @@ def _of_response_format(given: ResponseFormat | None) -> list[GrammarSource]:
     if given is None or given.type == "text":
         return []
     if given.type == "json_object":
-        return [GrammarSource("json", _ANY_OBJECT, "response_format")]
+        return [any_object("response_format")]
     if given.json_schema is None:
         raise _missing("response_format.json_schema")
     if given.json_schema.schema_ is None:
@@ -58,9 +81,9 @@ def _of_structured_outputs(given: StructuredOutputs | None) -> list[GrammarSourc
     prefix = "structured_outputs."
     sources = _sources(prefix, given.json_, given.regex, given.choice, given.grammar)
     if given.json_object:
-        sources.append(GrammarSource("json", _ANY_OBJECT, prefix + "json_object"))
+        sources.append(any_object(prefix + "json_object"))
     if not sources:
-        raise _invalid("structured_outputs", "expected one of json, json_object, regex, choice and grammar in it")
+        raise invalid_constraint("structured_outputs", "expected one of json, json_object, regex, choice and grammar in it")
     return sources
 
 
@@ -76,9 +99,13 @@ def _sources(
     return [GrammarSource(kind, value, prefix + kind) for kind, value in given if value is not None]
 
 
+def any_object(param: str) -> GrammarSource:
+    return GrammarSource("json", _ANY_OBJECT, param)
+
+
 def _missing(param: str) -> ApiError:
     return invalid_request(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
 
 
-def _invalid(param: str, message: str) -> ApiError:
+def invalid_constraint(param: str, message: str) -> ApiError:
     return invalid_request(f"Invalid value for '{param}': {message}.", param=param, code="invalid_value")

@@ -1,7 +1,7 @@
 """Log-probabilities as both endpoints write them: OpenAI's legacy object of four lists, and chat's list of entries."""
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from model.sequence_chunk import TokenLogprobs
@@ -10,22 +10,29 @@ from server.text.tokenizer import Tokenizer
 # JSON has no -Infinity; OpenAI's documentation names this value for it.
 LEAST_LOGPROB = -9999.0
 
+TokenName = Callable[[int], str]
+
 
 def wire_logprob(value: float) -> float:
     return max(value, LEAST_LOGPROB)
 
 
-def chat_entry(tokenizer: Tokenizer, token: TokenLogprobs, num_top: int | None) -> dict[str, Any]:
+def token_namer(tokenizer: Tokenizer, as_ids: bool) -> TokenName:
+    """How a token is called in lists of log-probabilities: by its text, or by its id in vLLM's spelling, which is unique."""
+    return (lambda token_id: f"token_id:{token_id}") if as_ids else tokenizer.token_text
+
+
+def chat_entry(tokenizer: Tokenizer, name: TokenName, token: TokenLogprobs, num_top: int | None) -> dict[str, Any]:
     """``num_top`` None: all alternatives. ``bytes`` are the token's own, so that all of them joined are the exact output even
     where a character spans tokens."""
-    entry = _token_entry(tokenizer, token.token_id, token.logprob)
-    entry["top_logprobs"] = [_token_entry(tokenizer, token_id, logprob) for token_id, logprob in token.top[:num_top]]
+    entry = _token_entry(tokenizer, name, token.token_id, token.logprob)
+    entry["top_logprobs"] = [_token_entry(tokenizer, name, token_id, logprob) for token_id, logprob in token.top[:num_top]]
     return entry
 
 
-def _token_entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+def _token_entry(tokenizer: Tokenizer, name: TokenName, token_id: int, logprob: float) -> dict[str, Any]:
     raw = tokenizer.token_bytes(token_id)
-    return {"token": tokenizer.token_text(token_id), "logprob": wire_logprob(logprob), "bytes": list(raw) or None}
+    return {"token": name(token_id), "logprob": wire_logprob(logprob), "bytes": list(raw) or None}
 
 
 def prompt_entries(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], num_top: int) -> list[dict[str, Any] | None]:
@@ -48,9 +55,10 @@ def prompt_entries(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], num_
 class LegacyLogprobs:
     """Writes the legacy lists of one choice, piece by piece; offsets are in characters from the start of the prompt."""
 
-    def __init__(self, tokenizer: Tokenizer, num_top: int, skipped: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, name: TokenName, num_top: int, skipped: frozenset[int]) -> None:
         """``skipped`` tokens stand in the lists and not in the text."""
         self._tokenizer = tokenizer
+        self._name = name
         self._num_top = num_top
         self._skipped = skipped
         self._offset = 0
@@ -88,7 +96,7 @@ class LegacyLogprobs:
 
     def _append(self, lists: dict[str, Any], token_id: int, token: TokenLogprobs | None, advances: bool, num_top: int) -> None:
         tokenizer = self._tokenizer
-        lists["tokens"].append(tokenizer.token_text(token_id))
+        lists["tokens"].append(self._name(token_id))
         lists["text_offset"].append(self._offset)
         if advances:
             self._offset += len(self._decoder.decode(tokenizer.token_bytes(token_id)))
@@ -99,7 +107,7 @@ class LegacyLogprobs:
         lists["token_logprobs"].append(wire_logprob(token.logprob))
         top: dict[str, float] = {}
         for other_id, logprob in [*token.top[:num_top], (token.token_id, token.logprob)]:
-            text, value = tokenizer.token_text(other_id), wire_logprob(logprob)
+            text, value = self._name(other_id), wire_logprob(logprob)
             # Tokens that look alike share a key: the likelier one stands there.
             top[text] = max(value, top.get(text, value))
         lists["top_logprobs"].append(top)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from server.admission import BodyTicket
 from server.api.context import state_of
-from server.api.prompts import check_token_ids, encode_chat, in_thread
+from server.api.prompts import chat_conversation, chat_functions, check_token_ids, encode_chat, in_thread
 from server.api.response_schemas import DetokenizeResponse, ErrorResponse, TokenizeResponse, TokenizerInfo
 from server.api.responses import JsonResponse
 from server.api.tokenize_schemas import DetokenizeRequest, TokenizeRequest
@@ -52,7 +52,7 @@ async def _tokenize(state: ServerState, loaded: LoadedEngine, parsed: ParsedRequ
         token_ids = await encode_chat(
             state,
             tokenizer,
-            body.messages,
+            chat_conversation(body.messages, chat_functions(body.tools)),
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
@@ -77,7 +77,7 @@ def _check_source(body: TokenizeRequest) -> None:
         message = "Missing required parameter: 'prompt' (or 'messages')."
         raise invalid_request(message, param="prompt", code="missing_required_parameter")
     if body.prompt is not None:
-        others = ("messages", "add_generation_prompt", "continue_final_message")
+        others = ("messages", "add_generation_prompt", "continue_final_message", "tools")
         surplus = next((name for name in others if getattr(body, name) is not None), None)
         if surplus is not None:
             message = f"Invalid value for '{surplus}': it does not go with 'prompt'; send one of 'prompt' and 'messages'."

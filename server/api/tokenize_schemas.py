@@ -5,7 +5,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from server.api.request_schemas import MAX_MESSAGES, Message
+from server.api.chat_schemas import MAX_MESSAGES, Message
+from server.api.tool_schemas import ToolList
 from server.api.wire_values import WireModel, check_text
 
 MAX_PROMPT_CHARACTERS = 2**20
@@ -40,6 +41,7 @@ class TokenizeRequest(WireModel):
     )
     add_generation_prompt: bool | None = Field(None, description="Of messages, as for chat completions.")
     continue_final_message: bool | None = Field(None, description="Of messages, as for chat completions.")
+    tools: ToolList | None = Field(None, description="Of messages, as for chat completions.")
     return_token_strs: bool | None = Field(None, description="Adds the text of each token.")
 
 

@@ -3,13 +3,12 @@ answers."""
 
 from starlette.requests import Request
 
-from server.api.generation import GenerationPlan
-from server.api.request_schemas import GenerationRequest
+from server.api.generation_plan import GenerationPlan
 from server.tracing import Attribute
 
 
-def trace_attributes(request: Request, plan: GenerationPlan, body: GenerationRequest, model: str) -> dict[str, Attribute]:
-    """Sampling values are those in force; the seed is left out unless the client chose it."""
+def trace_attributes(request: Request, plan: GenerationPlan, seed: int | None, model: str) -> dict[str, Attribute]:
+    """Sampling values are those in force; ``seed`` is the client's own."""
     sampling = plan.prompts[0].sampling
     attributes: dict[str, Attribute] = {
         "gen_ai.request.model": model,
@@ -20,8 +19,8 @@ def trace_attributes(request: Request, plan: GenerationPlan, body: GenerationReq
         "gen_ai.request.top_k": sampling.top_k,
         "gen_ai.request.choice.count": plan.n,
     }
-    if body.seed is not None:
-        attributes["gen_ai.request.seed"] = body.seed
+    if seed is not None:
+        attributes["gen_ai.request.seed"] = seed
     if plan.stop:
         attributes["gen_ai.request.stop_sequences"] = list(plan.stop)
     server = request.scope.get("server")

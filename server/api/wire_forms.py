@@ -1,12 +1,16 @@
 """How the events of a run look on the wire: one form per endpoint. A form turns events into the choice objects of stream chunks;
 an answer in one piece is those pieces merged, so that both ways say the same by construction. Pure: no I/O, no clock."""
 
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from server.api.generation import ChoiceEvent, GenerationPlan
-from server.api.request_schemas import ChatCompletionRequest, CompletionRequest
-from server.api.token_text import LegacyLogprobs, chat_entry, empty_legacy, prompt_entries
+from server.api.chat_schemas import ChatCompletionRequest
+from server.api.generation import ChoiceEvent
+from server.api.generation_plan import GenerationPlan
+from server.api.request_schemas import CompletionRequest
+from server.api.token_text import LegacyLogprobs, chat_entry, empty_legacy, prompt_entries, token_namer
+from server.text.call_parser import Part
 from server.text.tokenizer import Tokenizer
 
 Choice = dict[str, Any]
@@ -39,6 +43,7 @@ class CompletionForm:
 
     def __init__(self, tokenizer: Tokenizer, plan: GenerationPlan, body: CompletionRequest) -> None:
         self._tokenizer = tokenizer
+        self._name = token_namer(tokenizer, bool(body.return_tokens_as_token_ids))
         self._plan = plan
         self._echo = bool(body.echo)
         self._logprobs = body.logprobs
@@ -84,7 +89,7 @@ class CompletionForm:
         lists = empty_legacy()
         if event.is_first:
             skipped = self._tokenizer.skipped_token_ids if self._plan.skip_special_tokens else frozenset[int]()
-            writer = self._writers[event.index] = LegacyLogprobs(self._tokenizer, num_top, skipped)
+            writer = self._writers[event.index] = LegacyLogprobs(self._tokenizer, self._name, num_top, skipped)
             if self._echo:
                 lists = writer.prompt(prompt.token_ids, event.prompt_logprobs or (), prompt.text, self._prompts_are_text)
             else:
@@ -120,6 +125,7 @@ class ChatForm:
 
     def __init__(self, tokenizer: Tokenizer, plan: GenerationPlan, body: ChatCompletionRequest) -> None:
         self._tokenizer = tokenizer
+        self._name = token_namer(tokenizer, bool(body.return_tokens_as_token_ids))
         self._plan = plan
         self._shows_logprobs = bool(body.logprobs)
         self._top_logprobs = body.top_logprobs or 0
@@ -133,18 +139,29 @@ class ChatForm:
         entries = None
         if self._shows_logprobs:
             num_top = None if self._plan.shows_labels else self._top_logprobs
-            entries = [chat_entry(self._tokenizer, token, num_top) for token in event.logprobs]
+            entries = [chat_entry(self._tokenizer, self._name, token, num_top) for token in event.logprobs]
         if self._prompt_logprobs is not None and event.is_first:
             self._scored_prompt = prompt_entries(self._tokenizer, event.prompt_logprobs or (), self._prompt_logprobs)
+        deltas = [_delta(part) for part in event.parts]
+        if not deltas and (entries or (self._return_token_ids and event.token_ids)):
+            # Nothing was said in these tokens: plain text of no characters, or what may become a call.
+            deltas = [{"content": ""} if self._plan.calls is None else {}]
         pieces = []
-        if event.text or entries or (self._return_token_ids and event.token_ids):
-            pieces.append(self._piece(event.index, {"content": event.text}, entries, event.token_ids, None))
+        for position, delta in enumerate(deltas):
+            first = position == 0  # carries what belongs to the tokens
+            pieces.append(self._piece(event.index, delta, entries if first else None, event.token_ids if first else (), None))
         if event.finish_reason is not None:
             pieces.append(self._piece(event.index, {}, None, (), event.finish_reason))
         if pieces and event.index not in self._started:
             self._started.add(event.index)
-            pieces.insert(0, self._piece(event.index, {"role": "assistant", "content": ""}, None, (), None))
+            role = {"role": "assistant", "content": "" if self._begins_as_text(pieces[0]) else None}
+            pieces.insert(0, self._piece(event.index, role, None, (), None))
         return pieces
+
+    def _begins_as_text(self, first: Choice) -> bool:
+        """A text that begins, or ends before it began, is announced as empty text; calls come without any."""
+        calls = self._plan.calls
+        return calls is None or "content" in first["delta"] or (first["finish_reason"] is not None and not calls.is_forced)
 
     def _piece(
         self,
@@ -162,14 +179,21 @@ class ChatForm:
 
     def merged(self, pieces: Iterable[Choice]) -> Choice:
         pieces = list(pieces)
-        content = "".join(piece["delta"].get("content", "") for piece in pieces)
+        deltas = [piece["delta"] for piece in pieces]
+        texts = [delta["content"] for delta in deltas if delta.get("content") is not None]
+        message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+        calls = _merged_calls(call for delta in deltas for call in delta.get("tool_calls", ()))
+        if texts:
+            message["content"] = "".join(texts)
+        if calls:
+            message["tool_calls"] = calls
         logprobs = None
         if self._shows_logprobs:
             entries = [entry for piece in pieces if piece["logprobs"] for entry in piece["logprobs"]["content"]]
             logprobs = {"content": entries, "refusal": None}
         merged: Choice = {
             "index": pieces[0]["index"],
-            "message": {"role": "assistant", "content": content, "refusal": None},
+            "message": message,
             "logprobs": logprobs,
             "finish_reason": pieces[-1]["finish_reason"],
         }
@@ -187,3 +211,24 @@ class ChatForm:
 
     def _prompt_ids(self) -> dict[str, Any]:
         return {"prompt_token_ids": self._plan.prompts[0].token_ids} if self._return_token_ids else {}
+
+
+def _delta(part: Part) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"content": part}
+    if part.name is None:
+        return {"tool_calls": [{"index": part.index, "function": {"arguments": part.arguments}}]}
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"tool_calls": [{"index": part.index, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}]}
+
+
+def _merged_calls(pieces: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The calls of a message from the pieces of its stream."""
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        function = piece["function"]
+        if piece["index"] == len(calls):
+            calls.append({"id": piece["id"], "type": piece["type"], "function": dict(function)})
+        else:
+            calls[piece["index"]]["function"]["arguments"] += function["arguments"]
+    return calls

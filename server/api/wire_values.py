@@ -1,6 +1,10 @@
-"""What the models of all bodies are made of: a strict base, and checks of their own that name the fault."""
+"""What bodies and answers are made of: a strict base for models, checks that name the fault, JSON as it is sent."""
 
-from pydantic import BaseModel, ConfigDict
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic_core import PydanticCustomError
 
 
@@ -19,3 +23,33 @@ def check_text(value: str) -> str:
     except UnicodeEncodeError:
         raise PydanticCustomError("invalid_value", "the text holds a lone surrogate and is not valid Unicode") from None
     return value
+
+
+def check_finite(value: dict[str, Any]) -> dict[str, Any]:
+    """Of an object of any form: JSON can spell numbers, such as 1e999, that it can't carry as values."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise PydanticCustomError("invalid_value", "expected finite numbers in it") from None
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(check_finite)]
+
+
+def encode_json(value: object) -> bytes:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError:  # a lone surrogate of the client's, repeated as the escape that it came as
+        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseHead:
+    """What every chunk of a stream, or the one answer, repeats."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str

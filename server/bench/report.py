@@ -32,6 +32,7 @@ def result_values(measurements: Sequence[Measurement]) -> list[dict[str, object]
             "requests_per_second": round(measurement.requests_per_second, 3),
             "ttft_ms": _pair(measurement.ttft_ms()),
             "tpot_ms": _pair(measurement.tpot_ms()),
+            "outside_model": None if measurement.outside_model is None else round(measurement.outside_model, 4),
             "ratio": _ratio(measurement, measurements),
             "errors": measurement.errors[:SHOWN_ERRORS],
         }
@@ -67,5 +68,8 @@ def render_table(measurements: Sequence[Measurement]) -> str:
         for row in rows
     ]
     for measurement in measurements:
+        if measurement.outside_model is not None:
+            name, share = measurement.target.name, measurement.outside_model
+            lines.append(f"{name}: at concurrency {measurement.concurrency}, {share:.1%} of the time outside the model's steps")
         lines += [f"{measurement.target.name}: {error}" for error in measurement.errors[:SHOWN_ERRORS]]
     return "\n".join(lines)

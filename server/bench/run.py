@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from server.bench.engine_share import EngineSeconds, engine_seconds
 from server.bench.load import RequestResult, Workload, send
 from server.settings import SettingsError
 
@@ -40,6 +41,12 @@ class Measurement:
     prompt_tokens: int
     wall_seconds: float = 0.0
     results: list[RequestResult] = field(default_factory=list)
+    engine: EngineSeconds | None = None  # of its own rounds; None for servers that do not tell
+
+    @property
+    def outside_model(self) -> float | None:
+        """Share of the wall time in which the server's model did not run."""
+        return None if self.engine is None else self.engine.outside_model(self.wall_seconds)
 
     @property
     def succeeded(self) -> list[RequestResult]:
@@ -110,9 +117,14 @@ async def measure(
                 # The order turns round by round: whoever goes first meets a cooler machine.
                 for measurement in row if index % 2 == 0 else reversed(row):
                     bodies = [workload.body(measurement.model, prompt) for prompt in batch]
+                    before = await engine_seconds(client, measurement.target.url)
                     started = time.perf_counter()
                     measurement.results += await _closed_loop(client, measurement, bodies)
                     measurement.wall_seconds += time.perf_counter() - started
+                    after = await engine_seconds(client, measurement.target.url)
+                    if before is not None and after is not None:
+                        spent = after.since(before)
+                        measurement.engine = spent if measurement.engine is None else measurement.engine + spent
                     progress(f"{measurement.target.name}: concurrency {concurrency}, round {index + 1} of {num_rounds} done")
         return measurements
 

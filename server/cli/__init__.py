@@ -3,7 +3,7 @@ that ``--help`` and ``health`` answer at once. Nothing here imports torch."""
 
 import argparse
 
-from server.cli import bench, health, info, serve
+from server.cli import bench, health, info, run_batch, serve
 from server.version import __version__
 
 
@@ -13,6 +13,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"gemserve {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (serve, info, health, bench):
+    for command in (serve, info, health, bench, run_batch):
         command.add_parser(commands)
     return parser

@@ -1,4 +1,4 @@
-"""``gemserve bench``: closed-loop streaming load on OpenAI-style servers; the load itself is server/bench."""
+"""``gemserve bench``: closed-loop streaming load on OpenAI-style servers, or starts of our own; both are in server/bench."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -17,6 +17,15 @@ def add_parser(commands: "Subparsers") -> None:
         nargs="+",
         metavar="NAME=URL",
         help="Servers to measure in one run, taking turns; the first is the base of the ratios.",
+    )
+    parser.add_argument(
+        "--start",
+        type=int,
+        metavar="N",
+        help="Instead of a load: start a server N times, and measure how long it takes until ready.",
+    )
+    parser.add_argument(
+        "--serve-arguments", default="", metavar="TEXT", help="With --start: more arguments for 'gemserve serve'."
     )
     parser.add_argument("--model", help="Model name to ask for. Default: the first one that the server lists.")
     parser.add_argument("--api-key", metavar="KEY", help="Bearer token to send.")
@@ -55,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     from server.bench.run import Target, measure
     from server.settings import SettingsError
 
+    if arguments.start is not None:
+        return _run_starts(arguments)
     if bool(arguments.url) == bool(arguments.compare):
         raise SettingsError("bench: give either one URL or --compare NAME=URL NAME=URL")
     targets = [Target.parse(text) for text in arguments.compare or [f"server={arguments.url}"]]
@@ -89,3 +100,19 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(render_table(results))
     return 1 if any(result.num_errors for result in results) else 0
+
+
+def _run_starts(arguments: argparse.Namespace) -> int:
+    import json
+    import sys
+
+    from server.bench.start import measure_starts, render_starts
+    from server.settings import SettingsError
+
+    if arguments.start < 1 or arguments.url or arguments.compare:
+        raise SettingsError("bench: --start takes a number from 1 on, and neither a URL nor --compare")
+    starts = measure_starts(
+        arguments.start, arguments.serve_arguments, progress=lambda line: print(line, file=sys.stderr, flush=True)
+    )
+    print(json.dumps([start.values() for start in starts], indent=2) if arguments.json else render_starts(starts))
+    return 0

@@ -2,6 +2,7 @@
 already answers that it is not ready yet. Any fault of the start ends the process with one line and a non-zero exit code."""
 
 import argparse
+import gc
 import os
 import signal
 import sys
@@ -25,6 +26,11 @@ def run(arguments: argparse.Namespace) -> int:
     for line in unknown_variables(os.environ):
         print(f"gemserve: warning: {line}", file=sys.stderr)
     _refuse_shared_metrics()
+    # What a start makes is kept; looking for garbage in it again and again takes time. Turned on again once all is loaded.
+    gc.disable()
+    from model.torch_import import defer_unused_modules
+
+    defer_unused_modules()
     from server.cli.serving import serve
 
     return serve(settings)

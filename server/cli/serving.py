@@ -14,19 +14,20 @@ import socket
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import psutil
 import uvicorn
 
 from model.errors import ConfigError, ModelError
-from server.engine.async_engine import AsyncEngine
-from server.engine.loaded import LoadedEngine, load_engine
-from server.http_protocol import http_protocol
+from server.engine.loaded import LoadedEngine, load_engine, open_weight_cache
 from server.logs import configure_logging
-from server.metrics_listener import MetricsListener
 from server.settings import Settings
 from server.state import ServerState
+
+if TYPE_CHECKING:
+    from server.engine.async_engine import AsyncEngine
+    from server.metrics_listener import MetricsListener
 
 logger = logging.getLogger("gemserve")
 
@@ -42,7 +43,7 @@ EXIT_INTERRUPTED = 130
 class Server(uvicorn.Server):
     """uvicorn that ends on a fault of the engine, and lets running requests finish before it closes their connections."""
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, metrics_listener: MetricsListener | None) -> None:
+    def __init__(self, config: uvicorn.Config, state: ServerState, metrics_listener: "MetricsListener | None") -> None:
         super().__init__(config)
         self.fault: BaseException | None = None
         self._state = state
@@ -90,7 +91,7 @@ class Server(uvicorn.Server):
         self._captured_signals.append(sig)
         self.should_exit = True
 
-    async def _hurry(self, engine: AsyncEngine | None) -> None:
+    async def _hurry(self, engine: "AsyncEngine | None") -> None:
         """At a second signal, whichever, what still runs gets its error event and no more than the time to send it."""
         await self._is_told_twice.wait()
         if engine is not None:
@@ -122,7 +123,7 @@ def serve(settings: Settings) -> int:
                 runner.run(server.serve(sockets=[listener]))
         except KeyboardInterrupt:
             if server.has_native_work:
-                _exit_at_once(EXIT_INTERRUPTED)
+                exit_at_once(EXIT_INTERRUPTED)
             raise
         finally:
             signal.signal(signal.SIGTERM, previous)
@@ -131,7 +132,7 @@ def serve(settings: Settings) -> int:
         _tell_fault(settings, server.fault)
         code = 1
     if server.has_native_work:
-        _exit_at_once(code)
+        exit_at_once(code)
     return code
 
 
@@ -140,18 +141,24 @@ def prepare(settings: Settings, metrics_socket: socket.socket | None = None) -> 
     from model.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(settings.model, cache_dir=settings.cache_dir)
+    weight_cache = open_weight_cache(settings, checkpoint)  # read in a thread, beside the imports that follow
+    reading = () if weight_cache is None else (weight_cache,)
     from server.app import create_app
+    from server.http_protocol import http_protocol
+    from server.metrics_listener import MetricsListener
 
     def load(settings: Settings, report_phase: Callable[[str], None]) -> LoadedEngine:
         try:
-            loaded = load_engine(settings, report_phase, checkpoint)
+            loaded = load_engine(settings, report_phase, checkpoint, *reading)
         except ModelError:
             raise  # its text says everything
         except Exception:
             logger.exception("loading failed")
             raise
-        gc.collect()
-        gc.freeze()  # what a loaded server consists of never becomes garbage: later collections need not look at it
+        # What a loaded server consists of never becomes garbage: later collections need not look at it. Nor does this start
+        # look for the little that has: a collection would take longer than the warm-up.
+        gc.freeze()
+        gc.enable()
         return loaded
 
     app = create_app(settings, engine_factory=load)
@@ -174,7 +181,7 @@ def prepare(settings: Settings, metrics_socket: socket.socket | None = None) -> 
     return server
 
 
-def _exit_at_once(code: int) -> NoReturn:
+def exit_at_once(code: int) -> NoReturn:
     """End without tearing the interpreter down: native code of the loading thread, or of a step that goes on, would abort the
     process in that. What the process started, a compiler, ends with it."""
     for child in psutil.Process().children(recursive=True):

@@ -150,6 +150,7 @@ class EngineCore:
             output_token_ids=request.token_ids[request.num_prompt_tokens :],
             prompt_targets=request.token_ids[start + 1 : min(stop + 1, request.num_prompt_tokens)] if wants_prompt else (),
             grammar=request.grammar,
+            pools=request.spec.pools,
         )
 
     def _count(self, step: StepStats) -> None:

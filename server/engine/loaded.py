@@ -7,12 +7,12 @@ imports no torch; calling ``load_engine`` does.
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model.errors import ConfigError
+from model.torch_import import preload_libraries
 from server.engine.async_engine import AsyncEngine, EngineLimits
 from server.engine.core import EngineCore
 from server.engine.kv_manager import KVCacheManager
@@ -22,6 +22,7 @@ from server.settings import Settings
 
 if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
+    from model.weight_cache import WeightCache
     from server.grammar.compiler import GrammarCompiler
     from server.text.tokenizer import Tokenizer
 
@@ -36,6 +37,7 @@ class LoadedEngine:
     tokenizer: "Tokenizer"
     grammars: "GrammarCompiler"
     model_names: list[str]  # the first one is used in answers
+    hidden_size: int  # dimensions of an embedding
     default_sampling: dict[str, Any]  # of generation_config.json
     fingerprint: str  # identity of weights, dtype and version of the computation
     model_info: dict[str, str]  # labels of the info metric
@@ -68,6 +70,17 @@ class _Phases:
         self.seconds[part] = round(seconds, 3)
 
 
+def open_weight_cache(settings: Settings, checkpoint: "Checkpoint | None") -> "WeightCache | None":
+    """Begins to read the packed weights of an earlier start in a thread, if there are any. None where none are kept."""
+    if checkpoint is None or not settings.weight_cache:
+        return None
+    from model.checkpoint import default_cache_dir
+    from model.weight_cache import WeightCache, weight_cache_key
+
+    key = weight_cache_key(checkpoint, dtype=settings.dtype, device=settings.device, quantization=settings.quantization)
+    return None if key is None else WeightCache((settings.cache_dir or default_cache_dir()) / "weights", key)
+
+
 def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
@@ -76,20 +89,24 @@ def _read(file: Path) -> str:
 
 
 def load_engine(
-    settings: Settings, report_phase: Callable[[str], None] = lambda phase: None, checkpoint: "Checkpoint | None" = None
+    settings: Settings,
+    report_phase: Callable[[str], None] = lambda phase: None,
+    checkpoint: "Checkpoint | None" = None,
+    weight_cache: "WeightCache | None" = None,
 ) -> LoadedEngine:
-    """Load what the settings name. ``checkpoint``: one that is already open. Raises ModelError with the remedy in its text."""
+    """Load what the settings name. ``checkpoint``: one that is already open, ``weight_cache``: that of its weights, both None to
+    have them opened here. Raises ModelError with the remedy in its text."""
     phases = _Phases(report_phase)
-    phases.enter("import")
+    phases.enter("checkpoint")
+    preloading = preload_libraries()  # beside the tokenizer, which keeps the interpreter's lock for a second
     from model.checkpoint import open_checkpoint
-    from model.runner import ModelRunner
     from server.grammar.compiler import GrammarCompiler
-    from server.text.chat_template import ChatTemplateError
+    from server.text.conversation import ChatTemplateError
     from server.text.tokenizer import Tokenizer
 
-    phases.enter("checkpoint")
     if checkpoint is None:
         checkpoint = open_checkpoint(settings.model, cache_dir=settings.cache_dir)
+        weight_cache = open_weight_cache(settings, checkpoint)
     phases.enter("tokenizer")
     config = checkpoint.config
     try:
@@ -99,25 +116,29 @@ def load_engine(
             bos_token_id=config.bos_token_id,
             eos_token_ids=config.eos_token_ids,
             chat_template=checkpoint.chat_template if settings.chat_template is None else _read(settings.chat_template),
+            tokens=checkpoint.tokens,
         )
     except ChatTemplateError as error:
         raise ConfigError(f"{settings.chat_template or checkpoint.name}: {error}") from None
     if tokenizer.uses_builtin_chat_template:
         logger.info("the model has no chat template: chats use the built-in one of Gemma 3; --chat-template takes another one")
     grammars = GrammarCompiler(tokenizer)
+    phases.enter("import")
+    if preloading is not None:
+        preloading.join()
+    from model.runner import ModelRunner
+
     phases.enter("weights")
-    with ThreadPoolExecutor(1, "gemserve-vocabulary") as threads:
-        warming = threads.submit(grammars.warm_up)  # takes seconds too
-        runner = ModelRunner.load(
-            checkpoint,
-            dtype=settings.dtype,
-            device=settings.device,
-            block_size=settings.block_size,
-            num_threads=settings.num_threads,
-            quantization=settings.quantization,
-            num_valid_tokens=tokenizer.num_known_tokens,
-        )
-        warming.result()
+    runner = ModelRunner.load(
+        checkpoint,
+        dtype=settings.dtype,
+        device=settings.device,
+        block_size=settings.block_size,
+        num_threads=settings.num_threads,
+        quantization=settings.quantization,
+        num_valid_tokens=tokenizer.num_known_tokens,
+        weight_cache=weight_cache,
+    )
     name, weight_format, fingerprint = checkpoint.name, checkpoint.weight_format, checkpoint.fingerprint
     default_sampling = dict(checkpoint.default_sampling)
     checkpoint.close()
@@ -166,6 +187,7 @@ def load_engine(
         tokenizer=tokenizer,
         grammars=grammars,
         model_names=names,
+        hidden_size=config.hidden_size,
         default_sampling=default_sampling,
         fingerprint=fingerprint,
         model_info={

@@ -3,11 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from model.grammar_state import Grammar, GrammarState
 from model.sampling_params import SamplingParams
 from model.sequence_chunk import TokenLogprobs
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 FinishReason = Literal["stop", "length"]
 
@@ -44,8 +48,9 @@ class GenerationSpec:
     prompt_token_ids: Sequence[int]  # at least one token
     sampling: SamplingParams
     cache_salt: str | None = None  # requests share cached prefixes only under the same salt
-    priority: int = 0
+    priority: int = 0  # lower is started earlier and preempted later
     grammar: Grammar | None = None  # what the text is constrained to
+    pools: bool = False  # wants the mean of the final hidden states of its prompt, and no tokens: max_tokens is 0
     queue_deadline: float | None = None  # time of the engine's clock after which the request must not be started any more
 
 
@@ -75,6 +80,7 @@ class TokenOutput:
     timings: RequestTimings  # the request's own: they go on changing until it ends
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
+    mean_hidden: "npt.NDArray[np.float64] | None" = None  # [h], of all tokens of the prompt, where the request pools
 
 
 class RequestStatus(Enum):
@@ -99,6 +105,7 @@ class Request:
     num_published_blocks: int = 0
     awaited_block: bytes | None = None  # hash of the last block of its prefix that a running request is going to compute
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    hidden_sum: "npt.NDArray[np.float64] | None" = None  # [h], of the tokens computed since the last admission
     has_output: bool = False  # something was already delivered to the client
     admitted: bool = False  # was running at least once
     grammar: GrammarState | None = field(init=False)  # as far as the output is; preemption keeps both
@@ -131,7 +138,9 @@ class Request:
 
     @property
     def max_hit_tokens(self) -> int:
-        """A prefix hit leaves at least one token to compute, and every position whose prompt log-probability is still wanted."""
+        """A prefix hit leaves at least one token to compute, and every position of which more than keys and values is wanted."""
+        if self.spec.pools:
+            return 0
         limit = len(self.token_ids) - 1
         if self.sampling.prompt_logprobs is not None:
             limit = min(limit, len(self.prompt_logprobs))

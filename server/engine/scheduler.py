@@ -1,10 +1,12 @@
 """Which requests run in the next step, and how many tokens of each; what a finished step means for them.
 
-Running requests go first (decodes, then half-done prefills), then waiting ones, first come first served, in chunks within
-``max_num_batched_tokens``. Only the global pool drives admission; when it runs dry, the request admitted last is preempted and
-later recomputed from its tokens. Imports no torch, keeps no clock of its own.
+Running requests go first (decodes, then half-done prefills), then waiting ones, first come first served among those of the lowest
+priority number, in chunks within ``max_num_batched_tokens``. Only the global pool drives admission; when it runs dry, the request
+admitted last among those of the highest number is preempted and later recomputed from its tokens. Imports no torch, keeps no
+clock of its own.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -62,6 +64,10 @@ class ScheduledBatch:
 RequestEvent = tuple[Request, TokenOutput | RequestFailedError | RequestExpiredError]
 
 
+def _priority(request: Request) -> int:
+    return request.spec.priority
+
+
 def _decodes(request: Request) -> bool:
     """The step runs the token sampled last, and nothing else, of this request."""
     return request.num_output_tokens > 0 and request.num_uncomputed_tokens == 1
@@ -74,7 +80,7 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.clock = clock
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[Request] = deque()  # by priority; within one, the preempted, then the new in order of arrival
         self.running: list[Request] = []  # in order of admission
         self.stats = EngineStats()
         # Prefill tokens in a step that also decodes; the step loop lowers it so that prefills don't stall running streams.
@@ -85,7 +91,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         assert request.num_tokens <= self.config.max_model_len, "the caller checks that a request can ever fit"
-        self.waiting.append(request)
+        self.waiting.insert(bisect_right(self.waiting, request.spec.priority, key=_priority), request)
 
     @property
     def has_work(self) -> bool:
@@ -144,7 +150,7 @@ class Scheduler:
     def _allocate_or_preempt(self, request: Request, num_tokens: int, batch: ScheduledBatch) -> bool:
         """Allocate, preempting from the tail while the global pool is dry. False when the request itself had to go."""
         while not self.kv.allocate(request, num_tokens):
-            victim = self.running[-1]
+            victim = max(reversed(self.running), key=_priority)  # the first of equals: the last admitted
             self._preempt(victim)
             batch.num_preempted += 1
             batch.chunks = [chunk for chunk in batch.chunks if chunk.request is not victim]
@@ -156,9 +162,10 @@ class Scheduler:
         self.running.remove(request)
         self.kv.free(request)
         request.num_computed_tokens = 0
+        request.hidden_sum = None
         request.status = RequestStatus.PREEMPTED
         request.timings.num_preemptions += 1
-        self.waiting.appendleft(request)
+        self.waiting.insert(bisect_left(self.waiting, request.spec.priority, key=_priority), request)
         self.stats.preemptions_total += 1
 
     def _schedule_waiting(self, batch: ScheduledBatch, budget: int) -> int:
@@ -233,6 +240,8 @@ class Scheduler:
                 events.append((request, RequestFailedError(result.error)))
                 continue
             self.kv.commit(request)
+            if result.hidden_sum is not None:
+                request.hidden_sum = result.hidden_sum if request.hidden_sum is None else request.hidden_sum + result.hidden_sum
             # Positions recomputed after a preemption yield log-probabilities that are already there.
             request.prompt_logprobs.extend(result.prompt_logprobs[max(0, len(request.prompt_logprobs) - position) :])
             if samples or request.num_uncomputed_tokens == 0:
@@ -254,6 +263,7 @@ class Scheduler:
             finish_reason=reason,
             stop_token_id=stop_token_id,
             timings=request.timings,
+            mean_hidden=None if request.hidden_sum is None else request.hidden_sum / request.num_prompt_tokens,
         )
         if not request.has_output:
             request.has_output = True
@@ -269,6 +279,8 @@ class Scheduler:
         if request.num_output_tokens and last in request.sampling.stop_token_ids:
             return "stop", last
         if request.grammar is not None and request.grammar.is_complete and request.sampling.max_tokens > 0:
+            return "stop", None
+        if request.spec.pools:
             return "stop", None
         if request.num_output_tokens >= request.sampling.max_tokens or request.num_tokens >= self.config.max_model_len:
             return "length", None

@@ -8,18 +8,24 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from model.grammar_state import GrammarFault, GrammarState
-from server.grammar.source import GrammarError, GrammarSource
+from server.grammar.source import CallRules, GrammarError, GrammarSource, check_schema
 from server.grammar.state import MatcherState, compute_mask
+from server.text.functions import call_head
 from server.text.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
 
 COMPILE_SECONDS = 1.5
 COMPILE_THREADS = 2
+# Of text that leaves no choice. The library gives up on endless ones at some 60,000.
+MAX_FORCED_BYTES = 32 * 1024
 # The library descends by recursion, some 10 kB for each reference of a chain; the size limits keep chains below 16 000.
 COMPILE_STACK_BYTES = 512 * 1024 * 1024
 MAX_MASK_THREADS = 8
@@ -51,18 +57,38 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocabulary: LLTokenizer | None = None
         self._vocabulary_lock = threading.Lock()
+        self._warming: asyncio.Future[LLTokenizer] | None = None
         self._mask_threads = ThreadPoolExecutor(min(MAX_MASK_THREADS, os.cpu_count() or 1), "gemserve-mask")
         self._places = asyncio.Semaphore(COMPILE_THREADS)
 
     async def compile(self, source: GrammarSource) -> CompiledGrammar:
-        """Raises GrammarError. Its time counts from when one of the places is free; a thread keeps its place until it is done."""
+        """Raises GrammarError. Its time counts from when one of the places is free and the view of the vocabulary is made; a
+        thread keeps its place until it is done."""
+        if self._vocabulary is None:
+            await self._vocabulary_made()
+        return await self._in_thread(lambda: self.compile_now(source))
+
+    async def first_fault(self, schemas: Sequence[dict[str, Any]]) -> tuple[int, GrammarError] | None:
+        """Which of them is no JSON schema, and why; None where all are. Raises GrammarError where they take too long."""
+
+        def check() -> tuple[int, GrammarError] | None:
+            for index, schema in enumerate(schemas):
+                try:
+                    check_schema(schema)
+                except GrammarError as error:
+                    return index, error
+            return None
+
+        return await self._in_thread(check)
+
+    async def _in_thread(self, compile_it: Callable[[], Result]) -> Result:
         loop = asyncio.get_running_loop()
         await self._places.acquire()
-        result: Future[CompiledGrammar] = Future()
+        result: Future[Result] = Future()
 
         def work() -> None:
             try:
-                compiled = self.compile_now(source)
+                compiled = compile_it()
             except BaseException as error:
                 result.set_exception(error)
             else:
@@ -77,6 +103,12 @@ class GrammarCompiler:
         except TimeoutError:
             raise GrammarError(f"it takes more than {COMPILE_SECONDS} seconds to compile; simplify it") from None
 
+    async def _vocabulary_made(self) -> None:
+        """One thread makes it for all who wait."""
+        if self._warming is None or (self._warming.done() and self._vocabulary is None):
+            self._warming = asyncio.ensure_future(asyncio.to_thread(self.warm_up))
+        await asyncio.shield(self._warming)
+
     def compile_now(self, source: GrammarSource) -> CompiledGrammar:
         """The same in the calling thread, without a limit of time, and on its stack."""
         grammar = source.translate()
@@ -84,21 +116,41 @@ class GrammarCompiler:
         matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise GrammarError(_first_lines(matcher.get_error()))
+        if isinstance(source.value, CallRules):
+            self._check_arguments(matcher, source.value)
+        elif _is_endless(matcher.deep_copy()):
+            raise GrammarError("what follows it never comes to an end; it must hold itself")
         try:
             return CompiledGrammar(matcher, vocabulary.eos_token, self._mask_threads)
         except GrammarFault as error:
             raise GrammarError(f"no text begins to follow it: {_first_lines(str(error))}") from None
 
+    def _check_arguments(self, matcher: LLMatcher, rules: CallRules) -> None:
+        """Arguments that are forced to go on for ever, as those that must hold themselves, are a fault of the schema. It shows
+        where they begin; the first mask is far from there."""
+        for function in rules.functions:
+            state = matcher.deep_copy()
+            state.consume_tokens(self._tokenizer.encode_plain(call_head(function.name)))
+            if _is_endless(state):
+                raise GrammarError(f"arguments of the function '{function.name}' never come to an end")
+
     def warm_up(self) -> LLTokenizer:
-        """The view of the vocabulary; some seconds of work the first time for hundreds of thousands of tokens."""
+        """The view of the vocabulary; one or two seconds of work the first time for hundreds of thousands of tokens."""
         with self._vocabulary_lock:
             if self._vocabulary is None:
-                self._vocabulary = LLTokenizer(TokenizerWrapper(_Vocabulary(self._tokenizer)))
+                # In two steps, since the library keeps the interpreter's lock: nobody waits for more than one of them.
+                plain = LLTokenizer(TokenizerWrapper(_Vocabulary(self._tokenizer)), slices=[])
+                self._vocabulary = plain.with_slices(LLTokenizer.general_slices())
             return self._vocabulary
 
     def close(self) -> None:
         """Let the threads end; what is being computed is finished."""
         self._mask_threads.shutdown(wait=False)
+
+
+def _is_endless(state: LLMatcher) -> bool:
+    """Whether the text is forced to go on for ever from here, as that of a schema that must hold itself."""
+    return len(state.compute_ff_bytes()) > MAX_FORCED_BYTES or state.is_error()
 
 
 class _Vocabulary:

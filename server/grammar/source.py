@@ -5,11 +5,14 @@ compact: no blanks outside strings, so that no model can fill its answer with th
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
+
+from server.text.functions import Function, call_head
 
 MAX_SCHEMA_CHARACTERS = 256 * 1024
 MAX_REGEX_CHARACTERS = 16 * 1024
@@ -18,8 +21,10 @@ MAX_LISTED_CHOICES = 10_000
 MAX_CHOICE_CHARACTERS = 256 * 1024  # of all choices together
 # The compiler descends by recursion; what it takes at this depth is far below its stack.
 MAX_BRACKET_DEPTH = 100
+# Of one answer: a model without an end in sight has one.
+MAX_CALLS = 64
 
-# Wins over an "x-guidance" of the schema.
+# Wins over an "x-guidance" of the schema, as do the other ones below.
 _COMPACT_JSON: Any = {
     "whitespace_flexible": False,
     "whitespace_pattern": None,
@@ -29,6 +34,9 @@ _COMPACT_JSON: Any = {
     "lenient": False,
 }
 
+# For schemas that the model is shown and its arguments need not follow: only what is no schema at all is a fault.
+_SHOWN_JSON: Any = {"coerce_one_of": True, "lenient": True}
+
 
 class GrammarError(Exception):
     """A constraint that can't be compiled. The text says why and is fit to be shown behind the name of the field."""
@@ -36,9 +44,9 @@ class GrammarError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GrammarSource:
-    """One constraint as the client gave it: a schema as a dict, choices as a tuple, the others as text."""
+    """One constraint as the client gave it: a schema as a dict, choices as a tuple, calls as CallRules, the others as text."""
 
-    kind: Literal["json", "regex", "choice", "grammar"]
+    kind: Literal["json", "regex", "choice", "grammar", "calls"]
     value: Any
     param: str  # the field it came from
 
@@ -53,16 +61,40 @@ class GrammarSource:
                 return _from_choices(self.value)
             case "grammar":
                 return _from_grammar(self.value)
+            case "calls":
+                return _from_calls(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class CallRules:
+    """Calls of functions, in the form of ``text.functions``, with arguments that follow their schemas: one, or with ``several``
+    also a list of them. ``otherwise`` is what the text may be instead; without it there must be a call."""
+
+    functions: tuple[Function, ...]
+    several: bool
+    otherwise: GrammarSource | None = None
+
+
+def check_schema(schema: dict[str, Any]) -> None:
+    """Raises GrammarError for what is no JSON schema. Keywords that could not be enforced are no fault."""
+    grammar = _schema_grammar(schema, _SHOWN_JSON)
+    is_faulty, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
+    if is_faulty:
+        raise GrammarError(str(messages[0])[:300])
 
 
 def _from_schema(schema: dict[str, Any]) -> str:
+    return _schema_grammar(schema, _COMPACT_JSON)
+
+
+def _schema_grammar(schema: dict[str, Any], options: Any) -> str:
     try:
         text = json.dumps(schema)
     except RecursionError:
         raise GrammarError("the schema is nested too deeply") from None
     _check_size(len(text), MAX_SCHEMA_CHARACTERS, "schema")
     try:
-        return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_COMPACT_JSON)
+        return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)
     except ValueError as error:
         raise GrammarError(f"the schema is not readable: {error}") from None
 
@@ -121,6 +153,29 @@ def _from_grammar(grammar: str) -> str:
     if deepest > MAX_BRACKET_DEPTH:
         raise GrammarError(f"its brackets are nested more than {MAX_BRACKET_DEPTH} deep")
     return _lark(lark)
+
+
+def _from_calls(rules: CallRules) -> str:
+    """Each function's arguments, and what may stand instead of calls, are grammars of their own."""
+    parts: list[Any] = []
+    calls = []
+    for index, function in enumerate(rules.functions):
+        parts.append({**_only_part(_from_schema(function.schema)), "name": f"arguments{index}"})
+        calls.append(f'{json.dumps(call_head(function.name))} @arguments{index} "}}"')
+    starts = ["call"]
+    if rules.several:
+        starts.append(f'"[" call ("," call){{0,{MAX_CALLS - 1}}} "]"')
+    if rules.otherwise is not None:
+        parts.append({**_only_part(rules.otherwise.translate()), "name": "otherwise"})
+        starts.append("@otherwise")
+    lark = f"start: {' | '.join(starts)}\ncall: {' | '.join(calls)}\n"
+    return json.dumps({"grammars": [{"name": "calls", "lark_grammar": lark}, *parts]})
+
+
+def _only_part(grammar: str) -> dict[str, Any]:
+    parts: Sequence[dict[str, Any]] = json.loads(grammar)["grammars"]
+    assert len(parts) == 1
+    return parts[0]
 
 
 def _lark(text: str) -> str:

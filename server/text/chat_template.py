@@ -1,94 +1,23 @@
-"""Chat messages to prompt text. `merge_messages` brings what clients send into the order Gemma 3 was trained on;
-`ChatTemplate` renders it with a Jinja template in a bounded sandbox. Text of a message can never complete a control-
-token literal in the rendered prompt: inside message text a sentinel character follows every character that could
-begin such a literal, and the caller removes it only after the literals of the template itself have been cut out.
-Everything a user can cause is a ChatTemplateError."""
+"""Chat messages, in the order of `merge_messages`, to prompt text: `ChatTemplate` renders them with a Jinja template in
+a bounded sandbox. Text of a message can never complete a control-token literal in the rendered prompt: inside message
+text a sentinel character follows every character that could begin such a literal, and the caller removes it only after
+the literals of the template itself have been cut out. Everything a user can cause is a ChatTemplateError."""
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
+from server.text.conversation import ChatMessage, ChatTemplateError
 from server.text.sandbox import RenderBudget, RenderLimitError, SandboxedTemplateEnvironment
 
 BUILTIN_TEMPLATE_FILE = Path(__file__).with_name("gemma3.jinja")
 
 _PROBE = "text-part-probe"
-_SYSTEM_ROLES = frozenset({"system", "developer"})
-_TURN_ROLES = frozenset({"user", "assistant"})
-_TOOL_ROLES = frozenset({"tool", "function"})
-_KNOWN_ROLES = "system, developer, user, assistant"
 # Private-use characters: no tokenizer gives them a meaning, and some of them occur in no message.
 _SENTINEL_RANGES = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE))
-
-
-class ChatTemplateError(Exception):
-    """Messages or a template that give no prompt; the text is fit for the client. `param` names the request field."""
-
-    def __init__(self, message: str, param: str = "messages") -> None:
-        super().__init__(message)
-        self.param = param
-
-
-@dataclass(frozen=True)
-class ChatMessage:
-    """One turn. `content` is the text, or the texts of the parts of a multi-part message in their order."""
-
-    role: str
-    content: str | tuple[str, ...]
-
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(self.content)
-
-
-def merge_messages(messages: Sequence[ChatMessage], strict: bool = False) -> list[ChatMessage]:
-    """Returns at most one system message, then turns that alternate and begin with the user.
-
-    System messages ("developer" is the same role) are joined with a blank line, wherever they stand, and so are
-    consecutive turns of one role. A system message without any turn becomes a user turn. A conversation that begins
-    with the assistant is an error: no turn is invented. With `strict`, nothing is joined or moved: what would need it
-    is an error.
-    """
-    if not messages:
-        raise ChatTemplateError("messages must hold at least one message.")
-    system_texts: list[str] = []
-    turns: list[ChatMessage] = []
-    for index, message in enumerate(messages):
-        if message.role in _SYSTEM_ROLES:
-            if strict and index > 0:
-                raise _role_error(message.role, index, "with strict roles only the first message may be a system message")
-            system_texts.append(message.text)
-            continue
-        if message.role not in _TURN_ROLES:
-            reason = "tool messages are not supported yet" if message.role in _TOOL_ROLES else "this is not a known role"
-            raise _role_error(message.role, index, f"{reason}; use one of {_KNOWN_ROLES}")
-        if not turns and message.role == "assistant":
-            raise _role_error(message.role, index, "the conversation must begin with a user message")
-        if turns and turns[-1].role == message.role:
-            if strict:
-                raise _role_error(message.role, index, "with strict roles the turns must alternate between user and assistant")
-            turns[-1] = ChatMessage(message.role, _join([turns[-1].text, message.text]))
-        else:
-            turns.append(message)
-    system_text = _join(system_texts)
-    if not turns:
-        if strict:
-            raise ChatTemplateError("messages holds no user message: with strict roles a system message alone is refused.")
-        return [ChatMessage("user", system_text)]
-    return [ChatMessage("system", system_text), *turns] if system_text else turns
-
-
-def _role_error(role: str, index: int, reason: str) -> ChatTemplateError:
-    param = f"messages[{index}].role"
-    return ChatTemplateError(f"{param} is {role[:64]!r}: {reason}.", param)
-
-
-def _join(texts: Iterable[str]) -> str:
-    return "\n\n".join(text for text in texts if text)
 
 
 class ControlLiterals:

@@ -30,7 +30,7 @@ def most_characters_per_token(
     )
     if not keeps_text:
         return None
-    return max(len(entry) if isinstance(entry, str) else 1 for entry in entries)
+    return max(map(len, (entry for entry in entries if isinstance(entry, str))), default=1)
 
 
 def _keeps_every_character(tokenizer: tokenizers.Tokenizer) -> bool:

@@ -10,7 +10,8 @@ from pathlib import Path
 import tokenizers
 
 from model.errors import CheckpointError
-from server.text.chat_template import ChatMessage, ChatTemplate, ControlLiterals
+from server.text.chat_template import ChatTemplate, ControlLiterals
+from server.text.conversation import ChatMessage
 from server.text.detokenizer import Detokenizer
 from server.text.length_bound import PromptTooLongError, most_characters_per_token
 
@@ -34,8 +35,10 @@ class Tokenizer:
         bos_token_id: int,
         eos_token_ids: Sequence[int],
         chat_template: str | None = None,
+        tokens: Sequence[str] | None = None,
     ) -> None:
-        """Raises TokenizerError if the vocabulary does not fit, ChatTemplateError if the template (None: built in) is broken."""
+        """``tokens``: their texts by id, where they are at hand. Raises TokenizerError if the vocabulary does not fit,
+        ChatTemplateError if the template (None: built in) is broken."""
         self.num_tokens = vocab_size
         self.bos_token_id = bos_token_id
         self.eos_token_ids = tuple(eos_token_ids)
@@ -50,8 +53,8 @@ class Tokenizer:
         _drop_word_cache(self._plain)
         if self._plain.get_vocab_size() > vocab_size:
             raise TokenizerError(f"it has {self._plain.get_vocab_size()} tokens, but the model has only {vocab_size}")
-        self._entries = self._build_entries(control)
-        self.num_known_tokens = 1 + max(token_id for token_id, entry in enumerate(self._entries) if entry is not None)
+        self._entries = self._build_entries(control, tokens)
+        self.num_known_tokens = next(token_id for token_id in range(vocab_size, 0, -1) if self._entries[token_id - 1] is not None)
         text_tokens = (token for token_id, token in added.items() if token_id not in control)
         self._most_characters = most_characters_per_token(self._plain, text_tokens, self._entries)
         self._leading_bos = re.compile(f"(?:{re.escape(self.token_text(bos_token_id))})*")
@@ -67,6 +70,7 @@ class Tokenizer:
         bos_token_id: int,
         eos_token_ids: Sequence[int],
         chat_template: str | None = None,
+        tokens: Sequence[str] | None = None,
     ) -> "Tokenizer":
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -79,6 +83,7 @@ class Tokenizer:
                 bos_token_id=bos_token_id,
                 eos_token_ids=eos_token_ids,
                 chat_template=chat_template,
+                tokens=tokens,
             )
         except TokenizerError as error:
             raise TokenizerError(f"{path}: {error}") from error
@@ -246,10 +251,13 @@ class Tokenizer:
             start += 1
         return [self.bos_token_id, *ids[start:]]
 
-    def _build_entries(self, control: dict[int, str]) -> list[str | int | None]:
+    def _build_entries(self, control: dict[int, str], tokens: Sequence[str] | None) -> list[str | int | None]:
         # Runs over the whole vocabulary at every start, hence the plain loops.
-        tokens = map(self._plain.id_to_token, range(self.num_tokens))
-        entries: list[str | int | None] = [token and token.replace(_SPACE_MARK, " ") for token in tokens]
+        if tokens is not None and len(tokens) == self.num_tokens:
+            entries: list[str | int | None] = [token.replace(_SPACE_MARK, " ") for token in tokens]
+        else:
+            found = map(self._plain.id_to_token, range(self.num_tokens))
+            entries = [token and token.replace(_SPACE_MARK, " ") for token in found]
         for byte in range(256):
             for literal in (f"<0x{byte:02X}>", f"<0x{byte:02x}>"):
                 if (token_id := self._plain.token_to_id(literal)) is not None:

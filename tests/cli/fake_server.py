@@ -14,6 +14,7 @@ class FakeServer:
     ready: bool = True
     fail_with: int | None = None  # status of every completion
     break_stream: bool = False  # end streams before [DONE]
+    tells_engine: bool = False  # has the counters of a gemserve: a millisecond in steps per request, a quarter of it scheduling
     bodies: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
 
@@ -39,8 +40,22 @@ def _handler(state: FakeServer) -> type[BaseHTTPRequestHandler]:
                 self.answer(200 if state.ready else 503, {"status": "ready" if state.ready else "loading", "phase": "weights"})
             elif self.path == "/v1/models":
                 self.answer(200, {"object": "list", "data": [{"id": "fake-model", "object": "model"}]})
+            elif self.path == "/metrics" and state.tells_engine:
+                self.metrics()
             else:
                 self.answer(404, {})
+
+        def metrics(self) -> None:
+            busy = 5 + len(state.bodies) / 1000
+            lines = [
+                f"gemserve_engine_busy_seconds_total {busy}",
+                f'gemserve_engine_host_seconds_total{{stage="schedule"}} {busy / 4}',
+            ]
+            data = "\n".join(lines).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -28,7 +28,7 @@ def bad_weights(settings, report_phase, checkpoint):
 
 def dying_engine(settings, report_phase, checkpoint):
     engine = AsyncEngine(DyingCore(), EngineLimits(64, 1, 64))
-    return LoadedEngine(engine, None, GrammarCompiler(None), ["m"], {}, "f", {}, {})
+    return LoadedEngine(engine, None, GrammarCompiler(None), ["m"], 4, {}, "f", {}, {})
 
 def native(settings, report_phase, checkpoint):
     import torch

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from server.__main__ import main
+from server.bench.engine_share import EngineSeconds
 from server.bench.load import Workload
 from server.settings import SettingsError
 from tests.cli.fake_server import fake_server
@@ -78,3 +79,20 @@ def test_prompts_depend_on_the_seed_and_share_the_prefix_asked_for() -> None:
 def test_wrong_arguments_are_named(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *arguments]) == 2
     assert named in capsys.readouterr().err
+
+
+def test_the_share_outside_the_model_is_told_of_servers_that_count_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with fake_server(tells_engine=True) as server, fake_server() as silent:
+        pair = [f"one={server.url}", f"two={silent.url}"]
+        assert main(["bench", "--compare", *pair, *SMALL, "--rounds", "2", "--concurrency", "2", "--json"]) == 0
+        one, two = json.loads(capsys.readouterr().out)["results"]
+        assert main(["bench", server.url, *SMALL]) == 0
+    assert one["outside_model"] == pytest.approx(1 - 4 * 0.00075 / one["wall_seconds"], abs=0.02)
+    assert two["outside_model"] is None
+    assert "of the time outside the model's steps" in capsys.readouterr().out
+
+
+def test_scheduling_counts_as_outside_the_model() -> None:
+    spent = EngineSeconds(30.0, 1.0).since(EngineSeconds(10.0, 0.5)) + EngineSeconds(10.0, 0.5)
+    assert spent == EngineSeconds(30.0, 1.0)
+    assert spent.outside_model(40.0) == pytest.approx(0.275)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from model.sequence_chunk import TokenLogprobs
-from server.api.token_text import LegacyLogprobs, wire_logprob
+from server.api.token_text import LegacyLogprobs, token_namer, wire_logprob
 from tests.fakes import BOS, EOS, FIRST_BYTE, FIRST_TEXT, fake_tokenizer, greedy_token, token_logprobs
 from tests.http.live_server import LiveServer
 from tests.http.test_streams import CHAT, COMPLETIONS, MESSAGES, chunks_of, joined
@@ -108,7 +108,8 @@ def test_tokens_that_look_alike_keep_the_likelier_value(server: LiveServer) -> N
 
 def test_a_sampled_token_does_not_hide_a_likelier_one_that_looks_like_it() -> None:
     """lm-eval compares the sampled value with the largest: hidden, it would call the sampled token the greedy one."""
-    writer = LegacyLogprobs(fake_tokenizer(), 2, frozenset())
+    tokenizer = fake_tokenizer()
+    writer = LegacyLogprobs(tokenizer, token_namer(tokenizer, False), 2, frozenset())
     top = [(FIRST_BYTE + 0xC3, -0.5), (FIRST_TEXT + 1, -1.0)]
     lists = writer.generated([TokenLogprobs(FIRST_BYTE + 0xC4, -5.0, top)], all_alternatives=False)
     assert lists["top_logprobs"] == [{"\ufffd": -0.5, "a": -1.0}]

@@ -82,7 +82,7 @@ COUNTERS: dict[str, dict[str, set[str]]] = {
     "spec_decode_draft_tokens": {},
     "spec_decode_accepted_tokens": {},
     "spec_decode_accepted_tokens_per_position": {},  # a series for each position that was ever drafted
-    "structured_output_requests": {"kind": {"json", "regex", "choice", "grammar"}},
+    "structured_output_requests": {"kind": {"json", "regex", "choice", "grammar", "calls"}},
     "numerical_faults": {},
     "memory_faults": {},
 }

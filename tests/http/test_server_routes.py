@@ -151,7 +151,7 @@ def test_openapi_shows_requests_and_answers(server: LiveServer) -> None:
 
 def test_openapi_names_what_an_answer_holds_and_requires_nothing_else(server: LiveServer) -> None:
     components = server.client.get("/openapi.json").json()["components"]["schemas"]
-    asked = {"max_tokens": 2, "return_token_ids": True, "prompt_logprobs": 1}
+    asked = {"max_tokens": 2, "return_token_ids": True, "prompt_logprobs": 1, "return_timings": True}
     plain = {"max_tokens": 2}
     for options in (asked, plain):
         completion = server.complete(prompt="a", **options)
@@ -161,6 +161,11 @@ def test_openapi_names_what_an_answer_holds_and_requires_nothing_else(server: Li
             "CompletionChoice": completion["choices"][0],
             "ChatCompletionResponse": chat,
             "ChatChoice": chat["choices"][0],
+            "MessageResponse": server.post("/v1/messages", {**plain, "messages": [{"role": "user", "content": "a"}]}).json(),
+            "CountTokensResponse": server.post(
+                "/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a"}]}
+            ).json(),
+            "EmbeddingsResponse": server.post("/v1/embeddings", {"input": "a"}).json(),
             "TokenizeResponse": server.post("/tokenize", {"prompt": "a"}).json(),
             "DetokenizeResponse": server.post("/detokenize", {"tokens": [9]}).json(),
             "TokenizerInfo": server.client.get("/tokenizer_info").json(),

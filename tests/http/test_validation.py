@@ -258,7 +258,7 @@ def test_unknown_fields_inside_messages_are_named_too(server: LiveServer, strict
     # What is wrong is named before what is merely unknown.
     assert server.refused(CHAT, {**body, "temperature": 3})["param"] == "temperature"
     called = {"role": "assistant", "content": "", "tool_calls": [{"id": "c1"}]}
-    assert server.refused(CHAT, {"messages": [message, called]})["param"] == "messages[1].tool_calls"
+    assert server.refused(CHAT, {"messages": [message, called]})["param"] == "messages[1].tool_calls[0].type"
 
 
 def test_wrong_paths_and_methods(server: LiveServer) -> None:

@@ -15,7 +15,7 @@ from model.ops.reference import ReferenceOps
 from model.runner import ModelRunner, resolve_dtype
 from model.sampling_params import SamplingParams
 from model.sequence_chunk import SequenceChunk, StepMemoryError
-from tests.model.harness import GREEDY, Harness, TestSequence
+from tests.model.harness import GREEDY, Harness, TestSequence, assert_close
 from tests.model.tiny_models import TINY_FOLDER, random_model, random_prompt
 
 CPU = torch.device("cpu")
@@ -188,6 +188,41 @@ def test_one_sequence_with_logits_that_are_not_finite_fails_alone(model: Gemma3)
     results = harness.run([(sequence, 1) for sequence in sequences])
     assert [result.error is None for result in results] == [True, False, True]
     assert [len(result.token_ids) for result in results] == [1, 0, 1]
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 100])
+def test_pooled_states_are_those_of_the_whole_prompt(model: Gemma3, chunk_size: int) -> None:
+    harness = Harness(model, model.ops, block_size=16, num_tokens=400, num_seqs=3)
+    (expected,) = harness.hidden([(TestSequence(random_prompt(100)), 100)])
+    pooled, neighbour = TestSequence(random_prompt(100)), TestSequence(random_prompt(30))
+    total, num_steps = torch.zeros(expected.shape[1], dtype=torch.float64), 0
+    while pooled.num_computed < 100:
+        count = min(chunk_size, 100 - pooled.num_computed)
+        chunks = [harness.chunk(pooled, count)]
+        chunks[0].pools = True
+        if num_steps == 0:
+            chunks.append(harness.chunk(neighbour, 30))
+        results = harness.runner.run(chunks)
+        harness._advance([(pooled, count), *([(neighbour, 30)] if num_steps == 0 else [])])
+        assert all(result.hidden_sum is None for result in results[1:])
+        total += torch.from_numpy(results[0].hidden_sum)
+        num_steps += 1
+    assert_close(total, expected.sum(0, dtype=torch.float64), 1e-3)  # of 100 float32 rows
+
+
+def test_pooled_states_that_are_not_finite_fail_alone(model: Gemma3) -> None:
+    harness = Harness(model, model.ops, block_size=16, num_tokens=200, num_seqs=2)
+    sequences = [TestSequence(random_prompt(20)) for _ in range(2)]
+    harness.run([(sequence, 19) for sequence in sequences])
+    harness.cache.layers[0].values[sequences[1].local_table[0], 3] = math.inf
+    chunks = [harness.chunk(sequence, 1) for sequence in sequences]
+    for chunk in chunks:
+        chunk.pools, chunk.samples = True, False
+    sound, failed = harness.runner.run(chunks)
+    assert sound.error is None
+    assert sound.hidden_sum is not None
+    assert failed.error is not None
+    assert failed.hidden_sum is None
 
 
 def test_a_target_without_a_token_fails_alone() -> None:

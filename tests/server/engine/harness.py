@@ -8,6 +8,9 @@ names, with the right content. A block recycled too early, shared wrongly or nev
 import hashlib
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from model.grammar_state import Grammar, GrammarFault
 from model.kv_cache_spec import KVCacheSpec
 from model.sampling_params import SamplingParams
@@ -23,6 +26,11 @@ VOCAB = 1000
 def next_token(tokens: Sequence[int], seed: int = 0) -> int:
     """A deterministic stand-in for the network: depends on every token before, and on the seed."""
     return int.from_bytes(hashlib.sha256(repr((list(tokens), seed)).encode()).digest()[:4], "big") % VOCAB
+
+
+def sum_of_states(tokens: Sequence[int], start: int = 0) -> npt.NDArray[np.float64]:
+    """A stand-in for hidden states that tells every token, its position and how often it was counted."""
+    return np.array([[token, position * token, 1] for position, token in enumerate(tokens, start)], dtype=np.float64).sum(0)
 
 
 class CheckingRunner:
@@ -74,6 +82,8 @@ class CheckingRunner:
             if position >= window_start:
                 assert self.written[self._slot("local", chunk.local_block_table, position)] == expected, "local content differs"
         result = ChunkResult()
+        if chunk.pools:
+            result.hidden_sum = sum_of_states(prefix[chunk.start :], chunk.start)
         if chunk.samples:
             token = next_token(prefix, chunk.sampling.seed + chunk.sampling.choice)
             if chunk.grammar is not None:
@@ -140,13 +150,17 @@ class Harness:
         salt: str | None = None,
         request_id: str | None = None,
         grammar: Grammar | None = None,
+        pools: bool = False,
+        priority: int = 0,
         **sampling: object,
     ) -> str:
         request_id = request_id or f"r{self.num_requests}"
         self.num_requests += 1
         params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
         self.outputs[request_id] = []
-        self.core.add(GenerationSpec(request_id, list(prompt), params, cache_salt=salt, grammar=grammar))
+        self.core.add(
+            GenerationSpec(request_id, list(prompt), params, cache_salt=salt, grammar=grammar, pools=pools, priority=priority)
+        )
         return request_id
 
     def step(self) -> None:

@@ -58,13 +58,17 @@ class EngineMachine(RuleBasedStateMachine):
         )
 
     @rule(
-        seed=st.integers(0, 3), length=st.integers(1, 25), max_tokens=st.integers(0, 12), salt=st.sampled_from([None, None, "s"])
+        seed=st.integers(0, 3),
+        length=st.integers(1, 25),
+        max_tokens=st.integers(0, 12),
+        salt=st.sampled_from([None, None, "s"]),
+        priority=st.sampled_from([0, 0, 0, -1, 1]),
     )
-    def admit(self, seed: int, length: int, max_tokens: int, salt: str | None) -> None:
+    def admit(self, seed: int, length: int, max_tokens: int, salt: str | None, priority: int) -> None:
         """Prompts of one seed are prefixes of each other, so that hits of every length happen."""
         source = random.Random(seed)
         tokens = [source.randrange(5) for _ in range(25)][: min(length, self.engine.config.max_model_len - 1)]
-        request = self.engine.add(tokens, max_tokens=max_tokens, salt=salt)
+        request = self.engine.add(tokens, max_tokens=max_tokens, salt=salt, priority=priority)
         self.prompts[request] = (tokens, max_tokens)
         seen["admit"] += 1
 

@@ -32,6 +32,7 @@ BAD: list[tuple[str, object]] = [
     ("json", {"allOf": [{"type": "string"}, {"type": "integer"}]}),
     ("json", {"type": "string", "format": "unheard-of"}),
     ("json", {"const": 1e999}),
+    ("json", {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
     ("json", {"description": "x" * 600_000}),
     ("grammar", " "),
     ("grammar", "start: missing"),
@@ -136,3 +137,52 @@ def test_a_compilation_that_takes_too_long_is_left_behind(monkeypatch: pytest.Mo
         compiler.close()
 
     asyncio.run(scenario())
+
+
+def test_the_vocabulary_is_made_once_when_it_is_first_needed_and_counts_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes seconds for a real model, longer than a constraint may."""
+    monkeypatch.setattr(compiler_module, "COMPILE_SECONDS", 0.5)
+    made: list[str] = []
+    vocabulary = compiler_module._Vocabulary
+
+    def slow(tokenizer: object) -> object:
+        made.append(threading.current_thread().name)
+        time.sleep(1.5)
+        return vocabulary(tokenizer)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(compiler_module, "_Vocabulary", slow)
+
+    async def scenario() -> list[object]:
+        compiler = GrammarCompiler(fake_tokenizer())
+        assert made == []
+        leaving = asyncio.create_task(compiler.compile(source("regex", "[0-9]{5}")))
+        await asyncio.sleep(0)
+        leaving.cancel()  # harms nobody who waits for the same
+        waiting = [compiler.compile(source("regex", "[0-9]{5}")) for _ in range(4)]
+        return await asyncio.gather(*waiting, leaving, return_exceptions=True)
+
+    *compiled, left = asyncio.run(scenario())
+    assert all(isinstance(grammar, CompiledGrammar) for grammar in compiled), compiled
+    assert isinstance(left, asyncio.CancelledError)
+    assert len(made) == 1
+    assert made[0] != threading.current_thread().name
+
+
+def test_a_vocabulary_that_cannot_be_made_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = compiler_module._Vocabulary
+    faults = [MemoryError()]
+
+    def failing_once(tokenizer: object) -> object:
+        if faults:
+            raise faults.pop()
+        return vocabulary(tokenizer)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(compiler_module, "_Vocabulary", failing_once)
+
+    async def scenario() -> CompiledGrammar:
+        compiler = GrammarCompiler(fake_tokenizer())
+        with pytest.raises(MemoryError):
+            await compiler.compile(source("regex", "[0-9]{5}"))
+        return await compiler.compile(source("regex", "[0-9]{5}"))
+
+    assert isinstance(asyncio.run(scenario()), CompiledGrammar)

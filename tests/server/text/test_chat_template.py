@@ -150,7 +150,6 @@ def test_messages_are_merged_into_alternating_turns(messages: list[ChatMessage],
         (chat(("assistant", "a")), "messages[0].role", "begin with a user message"),
         (chat(("system", "s"), ("assistant", "a")), "messages[1].role", "begin with a user message"),
         (chat(("user", "a"), ("critic", "b")), "messages[1].role", "not a known role"),
-        (chat(("user", "a"), ("tool", "b")), "messages[1].role", "not supported yet"),
     ],
 )
 @pytest.mark.parametrize("strict", [False, True])

@@ -1,0 +1,1 @@
+"""OpenAI batch files: requests as lines in, answers as lines out."""
