@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: run test lint format docs bench soak overload fuzz sanitize prometheus-test clean
+.PHONY: run test lint format docs bench soak overload fuzz sanitize prometheus-test image-test router-test ray-test scaling-check clean
 
 run: .venv/demo.stamp
 	$(BIN)/gemserve serve --host 127.0.0.1 --port 8000 $(ARGS)
@@ -21,6 +21,7 @@ lint: .venv/test.stamp
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
+	if [ -x $(BIN)/hadolint ]; then $(BIN)/hadolint Dockerfile; else echo "no hadolint for this machine: Dockerfile not checked"; fi
 
 format: .venv/test.stamp
 	$(BIN)/python -m ruff check --fix .
@@ -29,6 +30,7 @@ format: .venv/test.stamp
 docs: .venv/demo.stamp
 	$(BIN)/python -m server.settings > docs/settings.md
 	$(BIN)/python deploy/grafana/make_dashboard.py > deploy/grafana/gemserve.json
+	$(BIN)/python deploy/kubernetes/make_prometheusrule.py > deploy/kubernetes/base/prometheusrule.yaml
 
 bench: .venv/demo.stamp
 	$(BIN)/gemserve bench $(BENCH_URL) $(ARGS)
@@ -53,6 +55,22 @@ prometheus-test: .venv/test.stamp
 	  (mkdir -p .venv/prometheus && cd .venv/prometheus && apt-get download prometheus && dpkg-deb -x prometheus_*.deb .)
 	PATH="$$PATH:$(CURDIR)/.venv/prometheus/usr/bin" GEMSERVE_NEEDS_PROMETHEUS=1 $(BIN)/python -m pytest tests/deploy/test_prometheus.py tests/deploy/test_prometheus_files.py $(ARGS)
 
+# Builds the image without a Docker daemon, runs it and ends it; needs root, buildah, mmdebstrap and util-linux.
+image-test: .venv/test.stamp
+	$(BIN)/python -m tests.image $(ARGS)
+
+# vllm-router in front of two replicas.
+router-test: .venv/router.stamp
+	$(BIN)/python -m tests.router $(ARGS)
+
+# The simulation of docs/scaling.md against a real server, within 15 %; nothing else may run meanwhile.
+scaling-check: .venv/demo.stamp
+	$(BIN)/python -m deploy.scaling check $(ARGS)
+
+# Ray Serve on two nodes of one machine.
+ray-test: .venv/ray.stamp
+	$(BIN)/python -m tests.ray_serve $(ARGS)
+
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
@@ -62,6 +80,14 @@ $(BIN)/python:
 # The stamps are dated after what they were made from, so a second run installs nothing.
 .venv/demo.stamp: $(INPUTS) | $(BIN)/python
 	$(PIP) -e '.[demo]'
+	touch $@
+
+.venv/router.stamp: .venv/test.stamp
+	$(PIP) -e '.[demo,test,router]'
+	touch $@
+
+.venv/ray.stamp: .venv/test.stamp
+	$(PIP) -e '.[demo,test,ray]'
 	touch $@
 
 .venv/test.stamp: $(INPUTS) | $(BIN)/python

@@ -1,6 +1,7 @@
 """Compiling the kernels: cached, built once under concurrent starts, and never in the way of a machine that cannot."""
 
 import ctypes
+import hashlib
 import logging
 import os
 import signal
@@ -141,6 +142,40 @@ def test_a_full_disk_means_the_reference_and_one_warning(small_source: Path) -> 
     assert start.stdout == "ReferenceOps\n"
     assert start.stderr.count("WARNING") == 1
     assert [file.suffix for file in small_source.iterdir()] == [".lock"]
+
+
+def test_kernels_beside_the_code_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an image: no compiler, and a cache that cannot be written to."""
+    sources, prebuilt, cache = tmp_path / "cpp", tmp_path / "prebuilt", tmp_path / "cache"
+    sources.mkdir()
+    (sources / "tiny.cpp").write_text("int a;\n")
+    monkeypatch.setattr(cpu_build, "SOURCES", sources)
+    monkeypatch.setattr(cpu_build, "PREBUILT", prebuilt)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    variant = cpu_build.VARIANTS[-1]
+    with pytest.raises(cpu_build.BuildError, match="compiler"):
+        cpu_build.build(variant, cache)
+    prebuilt.mkdir()
+    library = cpu_build.library_path(variant, prebuilt)
+    library.write_bytes(b"kernels" + hashlib.sha256(b"kernels").digest())
+    assert cpu_build.build(variant, cache) == library
+    (sources / "tiny.cpp").write_text("int b;\n")
+    with pytest.raises(cpu_build.BuildError, match="compiler"):  # kernels of other sources are no use
+        cpu_build.build(variant, cache)
+    assert not cache.exists()
+
+
+@needs_kernels
+def test_prebuilt_are_all_variants_beside_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources, prebuilt = tmp_path / "cpp", tmp_path / "prebuilt"
+    sources.mkdir()
+    (sources / "tiny.cpp").write_text("int a;\n")
+    monkeypatch.setattr(cpu_build, "SOURCES", sources)
+    monkeypatch.setattr(cpu_build, "PREBUILT", prebuilt)
+    monkeypatch.setattr(sys, "argv", ["cpu_build", "--prebuilt"])
+    cpu_build.main()
+    expected = {cpu_build.library_path(variant, prebuilt) for variant in cpu_build.VARIANTS}
+    assert {file for file in prebuilt.iterdir() if file.suffix == ".so"} == expected
 
 
 def test_the_key_follows_sources_and_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
