@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: run test lint format docs bench soak sanitize prometheus-test clean
+.PHONY: run test lint format docs bench soak sanitize prometheus-test image-test router-test ray-test clean
 
 run: .venv/demo.stamp
 	$(BIN)/gemserve serve --host 127.0.0.1 --port 8000 $(ARGS)
@@ -21,6 +21,7 @@ lint: .venv/test.stamp
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
+	if [ -x $(BIN)/hadolint ]; then $(BIN)/hadolint Dockerfile; else echo "no hadolint for this machine: Dockerfile not checked"; fi
 
 format: .venv/test.stamp
 	$(BIN)/python -m ruff check --fix .
@@ -45,6 +46,10 @@ prometheus-test: .venv/test.stamp
 	command -v promtool > /dev/null && command -v prometheus > /dev/null || [ -x .venv/prometheus/usr/bin/promtool ] || \
 	  (mkdir -p .venv/prometheus && cd .venv/prometheus && apt-get download prometheus && dpkg-deb -x prometheus_*.deb .)
 	PATH="$$PATH:$(CURDIR)/.venv/prometheus/usr/bin" GEMSERVE_NEEDS_PROMETHEUS=1 $(BIN)/python -m pytest tests/deploy/test_prometheus.py tests/deploy/test_prometheus_files.py $(ARGS)
+
+# Builds the image without a Docker daemon, runs it and ends it; needs root, buildah, mmdebstrap and util-linux.
+image-test: .venv/test.stamp
+	$(BIN)/python -m tests.image $(ARGS)
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

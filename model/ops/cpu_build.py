@@ -1,11 +1,13 @@
 """Compiles the C++ kernels on first use and loads them: one shared library without any tie to torch's or Python's headers, called
 through ctypes, so that it builds in seconds. It lives in the cache directory under a key of everything it depends on; concurrent
-starts build it once. ``python -m model.ops.cpu_build`` builds every variant ahead of time, for an image.
+starts build it once. ``python -m model.ops.cpu_build`` builds every variant ahead of time; with ``--prebuilt`` beside the code,
+for an image without a compiler and with a read-only file system.
 
 Variants differ in the instructions that they use, never in their source. AVX2 is the one that is tested on hardware; the AVX-512
 variants are the same kernels over wider vectors.
 """
 
+import argparse
 import ctypes
 import fcntl
 import functools
@@ -26,6 +28,7 @@ from model.checkpoint.base import default_cache_dir
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cpp"
+PREBUILT = Path(__file__).parent / "prebuilt"  # looked at before the cache
 # -ffp-contract=off: only the fused multiply-adds that the source asks for, so that results do not depend on the compiler's mood.
 COMMON_FLAGS = ("-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra")
 OPTIMISED = ("-O3",)
@@ -83,8 +86,11 @@ def library_path(variant: Variant, cache_dir: Path, *, sanitize: bool = False) -
 
 
 def build(variant: Variant, cache_dir: Path, *, sanitize: bool = False) -> Path:
-    """The compiled library of a variant, built unless it is in the cache. Raises BuildError."""
+    """The compiled library of a variant, built unless it lies beside the code or in the cache. Raises BuildError."""
+    prebuilt = library_path(variant, PREBUILT, sanitize=sanitize)
     target = library_path(variant, cache_dir, sanitize=sanitize)
+    if prebuilt.exists():
+        return prebuilt
     if target.exists():
         return target
     compiler = shutil.which(os.environ.get("CXX", "g++"))
@@ -185,9 +191,12 @@ def _declare(library: ctypes.CDLL) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Compile the CPU kernels for every kind of processor.")
+    parser.add_argument("--prebuilt", action="store_true", help=f"Into {PREBUILT} instead of the cache.")
+    folder = PREBUILT if parser.parse_args().prebuilt else default_cache_dir()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     for variant in VARIANTS:
-        print(build(variant, default_cache_dir()))
+        print(build(variant, folder))
 
 
 if __name__ == "__main__":

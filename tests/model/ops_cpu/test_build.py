@@ -70,6 +70,40 @@ def test_concurrent_starts_build_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert sorted(file.suffix for file in (tmp_path / "cache").iterdir()) == [".lock", ".so"]
 
 
+def test_kernels_beside_the_code_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an image: no compiler, and a cache that cannot be written to."""
+    sources, prebuilt, cache = tmp_path / "cpp", tmp_path / "prebuilt", tmp_path / "cache"
+    sources.mkdir()
+    (sources / "tiny.cpp").write_text("int a;\n")
+    monkeypatch.setattr(cpu_build, "SOURCES", sources)
+    monkeypatch.setattr(cpu_build, "PREBUILT", prebuilt)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    variant = cpu_build.VARIANTS[-1]
+    with pytest.raises(cpu_build.BuildError, match="compiler"):
+        cpu_build.build(variant, cache)
+    prebuilt.mkdir()
+    library = cpu_build.library_path(variant, prebuilt)
+    library.touch()
+    assert cpu_build.build(variant, cache) == library
+    (sources / "tiny.cpp").write_text("int b;\n")
+    with pytest.raises(cpu_build.BuildError, match="compiler"):  # kernels of other sources are no use
+        cpu_build.build(variant, cache)
+    assert not cache.exists()
+
+
+@needs_kernels
+def test_prebuilt_are_all_variants_beside_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources, prebuilt = tmp_path / "cpp", tmp_path / "prebuilt"
+    sources.mkdir()
+    (sources / "tiny.cpp").write_text("int a;\n")
+    monkeypatch.setattr(cpu_build, "SOURCES", sources)
+    monkeypatch.setattr(cpu_build, "PREBUILT", prebuilt)
+    monkeypatch.setattr(sys, "argv", ["cpu_build", "--prebuilt"])
+    cpu_build.main()
+    expected = {cpu_build.library_path(variant, prebuilt) for variant in cpu_build.VARIANTS}
+    assert {file for file in prebuilt.iterdir() if file.suffix == ".so"} == expected
+
+
 def test_the_key_follows_sources_and_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = tmp_path / "cpp"
     sources.mkdir()

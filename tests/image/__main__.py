@@ -1,0 +1,161 @@
+"""``python -m tests.image``: builds the image, starts it as its user on a read-only root, asks it, streams, and ends it with
+SIGTERM in the middle of a stream. Says what was checked, one line each; ends with 1 at the first thing that is wrong."""
+
+import argparse
+import json
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.image.build import ROOT, build_image, image_config, make_base, require_tools
+from tests.image.container import Container, mounted_image
+from tests.tiny import write_tiny_folder
+
+STREAM_TOKENS = 3000  # seconds of work for the tiny model: still under way when the signal comes
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def passed(what: str) -> None:
+    print(f"image: {what}", flush=True)
+
+
+def check_config(config: dict[str, Any]) -> None:
+    user = config["User"].split(":")
+    assert len(user) == 2, config["User"]
+    assert all(part.isdigit() and int(part) > 0 for part in user), f"{config['User']} is not a numeric user other than root"
+    assert config["Entrypoint"][0].endswith("tini"), config["Entrypoint"]
+    assert config["Healthcheck"]["Test"] == ["CMD", "gemserve", "health"], config.get("Healthcheck")
+    assert set(config["Volumes"]) == {"/models", "/cache"}, config["Volumes"]
+    passed("the configuration names a numeric user, tini, the health check and both mounts")
+
+
+def wait_until_ready(container: Container, client: httpx.Client, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            if client.get("/health/ready").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass  # does not listen yet
+        assert container.is_running, "the container has ended"
+        assert time.monotonic() < deadline, "not ready in time"
+        time.sleep(0.2)
+
+
+def check_process(container: Container, config: dict[str, Any]) -> None:
+    status = container.status_of(container.first_process)
+    assert status["Uid"].split() == 4 * [config["User"].split(":")[0]], status["Uid"]
+    assert int(status["CapEff"], 16) == int(status["CapBnd"], 16) == 0, "the process holds capabilities"
+    assert status["NoNewPrivs"] == "1"
+    for folder in ("/", "/opt/gemserve", "/models", "/tmp"):
+        assert container.execute("touch", f"{folder}/written").returncode != 0, f"{folder} can be written to"
+    passed("runs as its user without capabilities; only /cache can be written to")
+
+
+def check_kernels(container: Container) -> None:
+    files = container.execute("sh", "-c", "ls /opt/gemserve/lib/python3*/site-packages/model/ops/prebuilt/*.so").stdout.split()
+    assert {Path(file).name.rsplit("-", 1)[0] for file in files} == {"ext-avx2", "ext-avx512", "ext-avx512_vnni"}, files
+    log = container.log.read_text(encoding="utf-8")
+    assert "Compiling" not in log, log
+    assert "g++" not in log, log
+    passed("uses the kernels that it was built with")
+
+
+def check_health(container: Container) -> None:
+    probe = container.execute("gemserve", "health")
+    assert probe.returncode == 0, probe.stderr
+    passed(f"its own health check says {probe.stdout.strip()}")
+
+
+def check_drain(container: Container, client: httpx.Client) -> None:
+    """The open stream ends complete, a new request is refused, the process ends with 0."""
+    body = {"prompt": "once", "max_tokens": STREAM_TOKENS, "temperature": 0, "ignore_eos": True}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200, response.read()
+        lines = response.iter_lines()
+        received = [next(lines)]
+        container.terminate()
+        refusal = "connection refused"
+        try:
+            with httpx.Client(base_url=client.base_url, timeout=30) as other:
+                answer = other.post("/v1/completions", json=body | {"stream": False, "max_tokens": 1})
+                assert answer.status_code == 503, f"a request after SIGTERM got {answer.status_code}"
+                refusal = "503"
+        except httpx.ConnectError:
+            pass
+        received += [line for line in lines if line]
+    events = [line.removeprefix("data: ") for line in received if line]
+    assert events[-1] == "[DONE]", events[-1]
+    usage = json.loads(events[-2])["usage"]
+    assert usage["completion_tokens"] == STREAM_TOKENS, usage
+    code = container.wait(60)
+    assert code == 0, f"exit code {code}"
+    passed(f"SIGTERM: the open stream got all of its {STREAM_TOKENS} tokens, a new request {refusal}, exit code 0")
+
+
+def check(image: str, folder: Path) -> None:
+    config = image_config(image)
+    check_config(config)
+    models = write_tiny_folder(folder / "models")
+    for path in (folder, models, *models.iterdir()):  # read by another user than the one who wrote them
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    port = free_port()
+    variables = {"GEMSERVE_PORT": str(port), "GEMSERVE_NUM_THREADS": "1", "GEMSERVE_DTYPE": "float32"}
+    variables |= {"GEMSERVE_KV_CACHE_MEMORY": "64MiB"}
+    with mounted_image(image) as root:
+        container = Container(root, config, models, variables, folder / "server.log")
+        try:
+            container.start()
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+                wait_until_ready(container, client, 300)
+                passed("answers /health/ready")
+                check_process(container, config)
+                check_kernels(container)
+                check_health(container)
+                check_drain(container, client)
+        except BaseException:
+            if container.log.exists():
+                log = container.log.read_text(encoding="utf-8")
+                print(f"image: the end of the server's log:\n{log[-4000:]}", file=sys.stderr)
+            raise
+        finally:
+            container.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.image", description=__doc__)
+    parser.add_argument("--base-image", help="build on this image instead of one made by mmdebstrap")
+    parser.add_argument("--variant", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--torch-index-url", default="", help="where torch's wheels are, when pip's own index lacks them")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "image", help="keeps the base between runs")
+    arguments = parser.parse_args()
+    require_tools()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        base_image = arguments.base_image or make_base(arguments.folder)
+        image = build_image(arguments.folder, base_image, arguments.variant, arguments.torch_index_url)
+        with tempfile.TemporaryDirectory(prefix="gemserve-image-") as folder:
+            check(image, Path(folder))
+    except Exception:
+        traceback.print_exc()
+        print("image: FAILED", file=sys.stderr)
+        return 1
+    passed("passed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
