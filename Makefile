@@ -51,6 +51,14 @@ prometheus-test: .venv/test.stamp
 image-test: .venv/test.stamp
 	$(BIN)/python -m tests.image $(ARGS)
 
+# vllm-router in front of two replicas.
+router-test: .venv/router.stamp
+	$(BIN)/python -m tests.router $(ARGS)
+
+# Ray Serve on two nodes of one machine.
+ray-test: .venv/ray.stamp
+	$(BIN)/python -m tests.ray_serve $(ARGS)
+
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
@@ -60,6 +68,14 @@ $(BIN)/python:
 # The stamps are dated after what they were made from, so a second run installs nothing.
 .venv/demo.stamp: $(INPUTS) | $(BIN)/python
 	$(PIP) -e '.[demo]'
+	touch $@
+
+.venv/router.stamp: .venv/test.stamp
+	$(PIP) -e '.[demo,test,router]'
+	touch $@
+
+.venv/ray.stamp: .venv/test.stamp
+	$(PIP) -e '.[demo,test,ray]'
 	touch $@
 
 .venv/test.stamp: $(INPUTS) | $(BIN)/python
