@@ -54,7 +54,19 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     def create() -> FastAPI:
         return create_replica_app(settings)
 
-    @serve.deployment(
+    class Gemserve:
+        """One replica: an engine, and the application in front of it."""
+
+        app: FastAPI  # set by serve.ingress
+
+        async def check_health(self) -> None:
+            """Raises once the engine is dead, so that Serve replaces the replica."""
+            state: ServerState = self.app.state.server
+            if state.is_dead:
+                raise RuntimeError(f"the engine has stopped: {state.engine.error if state.engine else state.load_error}")
+
+    deployment: serve.Deployment = serve.deployment(
+        serve.ingress(create)(Gemserve),
         name="gemserve",
         ray_actor_options={"num_cpus": arguments.num_cpus, "num_gpus": arguments.num_gpus},
         autoscaling_config=AutoscalingConfig(
@@ -72,17 +84,4 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         health_check_period_s=5.0,
         health_check_timeout_s=30.0,
     )
-    @serve.ingress(create)
-    class Gemserve:
-        """One replica: an engine, and the application in front of it."""
-
-        app: FastAPI
-
-        async def check_health(self) -> None:
-            """Raises once the engine is dead, so that Serve replaces the replica."""
-            state: ServerState = self.app.state.server
-            if state.is_dead:
-                raise RuntimeError(f"the engine has stopped: {state.engine.error if state.engine else state.load_error}")
-
-    application: serve.Application = Gemserve.bind()
-    return application
+    return deployment.bind()

@@ -1,5 +1,5 @@
 """``python -m tests.router``: vllm-router in front of two replicas with the tiny model. What it forwards, what it answers for
-what we lack, whose cache a prefix lands in, and one replica stopped under load without a failed request. Prints a line for each."""
+what we lack, whose cache a prefix lands in, and one replica stopped under load without a failed request."""
 
 import argparse
 import contextlib
