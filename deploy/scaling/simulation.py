@@ -21,6 +21,7 @@ from server.engine.request import GenerationSpec, TokenOutput
 from server.engine.scheduler import SchedulerConfig
 
 TOKEN = 7  # what every simulated step samples
+WARM_UP = GenerationSpec("warm-up", (TOKEN,) * 64, SamplingParams(max_tokens=4, temperature=0.0))
 VIRTUAL_NODES = 64
 
 
@@ -53,6 +54,11 @@ class Replica:
         self.core = EngineCore(self.runner, kv, config, clock=lambda: self.runner.now)
         self.is_stepping = False
         self.busy_seconds = 0.0
+        self.http_free = 0.0  # when the event loop has the last request in the engine
+        # A server in service has measured its own steps, by which it sizes those that prefill beside running streams.
+        self.core.add(WARM_UP)
+        while self.core.has_work:
+            self.core.step()
 
 
 @dataclass(slots=True)
@@ -138,10 +144,11 @@ def _point(text: str) -> int:
 
 
 class Simulation:
-    """Events are arrivals and the ends of steps, in order of time."""
+    """Events, in order of time: a request is sent (it has no replica yet), reaches its engine, or a step of a replica ends."""
 
     def __init__(self, profile: Profile, num_replicas: int, policy: Policy, demand: Demand) -> None:
         self._demand = demand
+        self._request_seconds = profile.request_seconds
         self._replicas = [Replica(profile) for _ in range(num_replicas)]
         self._router = Router(policy, num_replicas, demand.seed)
         self._requests = deque(requests_of(demand))
@@ -162,13 +169,17 @@ class Simulation:
         prompt_tokens, now = 0, 0.0
         while self._events:
             now, _, index, request = heapq.heappop(self._events)
-            if request is not None:
+            if index is None:
+                assert request is not None
                 prompt_tokens += len(request.prompt_token_ids)
-                index = self._arrive(now, request)
-            assert index is not None
+                self._send(now, request)
+                continue
             replica = self._replicas[index]
             if request is None:
                 replica.is_stepping = False
+            else:
+                sampling = SamplingParams(max_tokens=request.output_tokens, temperature=0.0)
+                replica.core.add(GenerationSpec(str(request.number), request.prompt_token_ids, sampling), now)
             if not replica.is_stepping and replica.core.has_work:
                 self._step(now, index, replica)
         return Outcome(
@@ -186,14 +197,14 @@ class Simulation:
         self._num_events += 1  # orders events of one moment by when they were made
         heapq.heappush(self._events, (time, self._num_events, index, request))
 
-    def _arrive(self, now: float, request: SimulatedRequest) -> int:
+    def _send(self, now: float, request: SimulatedRequest) -> None:
+        """Requests of one replica get through its event loop one after the other."""
+        self._times[str(request.number)] = RequestTimes(now)
         index = self._router.choose(request)
-        sampling = SamplingParams(max_tokens=request.output_tokens, temperature=0.0)
-        name = str(request.number)
-        self._times[name] = RequestTimes(now)
-        self._replicas[index].core.add(GenerationSpec(name, request.prompt_token_ids, sampling), now)
         self._router.num_open[index] += 1
-        return index
+        replica = self._replicas[index]
+        replica.http_free = max(replica.http_free, now) + self._request_seconds
+        self._push(replica.http_free, index, request)
 
     def _step(self, now: float, index: int, replica: Replica) -> None:
         """The step begins now; what it yields is there at its end, and so is the next chance to begin one."""

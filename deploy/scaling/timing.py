@@ -68,6 +68,7 @@ class Profile:
     max_num_seqs: int
     max_num_batched_tokens: int
     timing: StepTiming
+    request_seconds: float  # of the event loop, to read, check and encode one request
 
     @property
     def capacity_tokens(self) -> int:
