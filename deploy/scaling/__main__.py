@@ -11,6 +11,7 @@ from deploy.scaling.timing import Profile
 from deploy.scaling.workload import Demand
 from model.errors import ModelError
 from server.settings import add_arguments, load_settings
+from server.threads import configure_threads
 
 SETTINGS = (
     "model",
@@ -148,6 +149,7 @@ def run_check(arguments: argparse.Namespace) -> int:
 
 def main() -> int:
     arguments = build_parser().parse_args()
+    configure_threads()  # as the server does
     try:
         run: int = arguments.run(arguments)
     except (ModelError, ValueError) as error:
