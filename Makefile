@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: run test lint format docs bench soak sanitize prometheus-test image-test router-test ray-test clean
+.PHONY: run test lint format docs bench soak sanitize prometheus-test image-test router-test ray-test scaling-check clean
 
 run: .venv/demo.stamp
 	$(BIN)/gemserve serve --host 127.0.0.1 --port 8000 $(ARGS)
@@ -30,6 +30,7 @@ format: .venv/test.stamp
 docs: .venv/demo.stamp
 	$(BIN)/python -m server.settings > docs/settings.md
 	$(BIN)/python deploy/grafana/make_dashboard.py > deploy/grafana/gemserve.json
+	$(BIN)/python deploy/kubernetes/make_prometheusrule.py > deploy/kubernetes/base/prometheusrule.yaml
 
 bench: .venv/demo.stamp
 	$(BIN)/gemserve bench $(BENCH_URL) $(ARGS)
@@ -54,6 +55,10 @@ image-test: .venv/test.stamp
 # vllm-router in front of two replicas.
 router-test: .venv/router.stamp
 	$(BIN)/python -m tests.router $(ARGS)
+
+# The simulation of docs/scaling.md against a real server, within 15 %; nothing else may run meanwhile.
+scaling-check: .venv/demo.stamp
+	$(BIN)/python -m deploy.scaling check $(ARGS)
 
 # Ray Serve on two nodes of one machine.
 ray-test: .venv/ray.stamp

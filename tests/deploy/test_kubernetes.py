@@ -9,6 +9,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from deploy.kubernetes.make_prometheusrule import FILES, resource
 from server.app import create_app
 from server.settings import Settings
 from server.version import __version__
@@ -21,6 +22,7 @@ VERSIONS = ("1.32", "1.37")
 # Kinds of others, and what each must have for the controller that reads it.
 CUSTOM = {
     ("monitoring.coreos.com/v1", "PodMonitor"): {"selector", "podMetricsEndpoints"},
+    ("monitoring.coreos.com/v1", "PrometheusRule"): {"groups"},
     ("keda.sh/v1alpha1", "ScaledObject"): {"scaleTargetRef", "triggers", "minReplicaCount", "maxReplicaCount"},
     ("inference.networking.k8s.io/v1", "InferencePool"): {"selector", "targetPorts", "endpointPickerRef"},
     ("gateway.networking.k8s.io/v1", "HTTPRoute"): {"parentRefs", "rules"},
@@ -113,6 +115,14 @@ def test_metrics_are_those_of_the_server(metrics: set[str]) -> None:
     texts = [file.read_text(encoding="utf-8") for file in KUBERNETES.rglob("*.yaml")]
     assert sum(len(checks.METRIC.findall(text)) for text in texts) > 6
     checks.check_metrics(texts, metrics)
+
+
+def test_the_prometheus_rule_says_what_the_rule_files_say() -> None:
+    written = (BASE / "prometheusrule.yaml").read_text(encoding="utf-8")
+    assert written == resource(), "make docs writes it"
+    folder = KUBERNETES.parent / "prometheus"
+    loaded = [yaml.safe_load((folder / name).read_text(encoding="utf-8"))["groups"] for name in FILES]
+    assert named(render(BASE), "PrometheusRule")["spec"]["groups"] == [group for groups in loaded for group in groups]
 
 
 def test_selectors_find_the_pods(manifests: list[Manifest]) -> None:
