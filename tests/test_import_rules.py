@@ -44,6 +44,15 @@ def test_model_never_imports_server() -> None:
     assert violations(sources("model/**/*.py"), "server") == []
 
 
+def test_nothing_served_knows_how_it_is_deployed() -> None:
+    assert violations(sources("model/**/*.py", "server/**/*.py"), "deploy", "ray") == []
+
+
+def test_the_simulation_imports_no_torch() -> None:
+    files = [file for file in sources("deploy/scaling/*.py") if file.name != "measure.py"]
+    assert violations(files, "torch", "model.runner") == []
+
+
 def test_scheduling_imports_no_torch() -> None:
     files = [ROOT / "server" / "engine" / f"{name}.py" for name in SCHEDULING]
     assert violations(files, "torch", "model.runner") == []
