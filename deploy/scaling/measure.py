@@ -20,7 +20,7 @@ from server.text.tokenizer import Tokenizer
 SHORT_PROMPT, LONG_PROMPT = 16, 2048
 REPEATS = 3
 DECODE_STEPS = 4
-# Not measured: it is small beside any step of a real model, and only keeps requests that are sent together from starting together.
+# Not measured: it is small beside the steps of a real model, and only keeps requests sent together from starting together.
 REQUEST_SECONDS = 0.005
 POWERS_OF_TWO = tuple(2**power for power in range(16))
 
