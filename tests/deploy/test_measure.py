@@ -1,5 +1,5 @@
-"""Measuring a real model, the tiny one, and comparing a load with its simulation. How near the simulation comes to a real server is
-for ``make scaling-check``, on a machine that does nothing else."""
+"""Measuring a real model, the tiny one, and comparing a load with its simulation. How near the simulation comes to a real server
+is for ``make scaling-check``, on a machine that does nothing else."""
 
 from collections.abc import Iterator
 from dataclasses import replace
