@@ -5,8 +5,10 @@ import json
 import threading
 import time
 
+import httpx
 import pytest
 
+from server.api.choice_answer import ChoiceAnswer
 from server.engine.request import EngineHungError
 from tests.fakes import BOS, CRASH, HANG, POISON, FakeRunner, fake_engine_factory
 from tests.http.live_server import LiveServer, error_of, live_server
@@ -32,6 +34,27 @@ def test_a_request_that_fails_after_ten_tokens_ends_its_stream_with_an_error_eve
     assert set(json.loads(events[-3][6:])["error"]) == {"message", "type", "param", "code"}
     assert all('"finish_reason":null' in event for event in events[:-3])
     assert server.metric("requests_total", endpoint="completions", stream="true", outcome="error") == failed + 1
+    server.check_alive()
+
+
+def test_an_answer_that_cannot_be_written_counts_as_an_error(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: ChoiceAnswer, *args: object) -> bytes:
+        raise ValueError("injected")
+
+    def failed(stream: str) -> float:
+        return server.metric("requests_total", endpoint="completions", stream=stream, outcome="error")
+
+    before = failed("false"), failed("true")
+    with monkeypatch.context() as patches:
+        patches.setattr(ChoiceAnswer, "collect", broken)
+        patches.setattr(ChoiceAnswer, "chunks", broken)
+        response = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 200})
+        assert response.status_code == 500
+        assert error_of(response)["code"] == "internal_error"
+        with pytest.raises(httpx.RemoteProtocolError):  # half an answer does not look sound
+            server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 200, "stream": True})
+    server.wait_for(lambda: (failed("false"), failed("true")) == (before[0] + 1, before[1] + 1), seconds=60)
+    server.wait_for(server.is_idle, seconds=60)
     server.check_alive()
 
 
