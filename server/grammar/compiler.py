@@ -100,7 +100,11 @@ class GrammarCompiler:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for a place
                 loop.call_soon_threadsafe(self._places.release)
 
-        _start_thread(work)
+        try:
+            _start_thread(work)
+        except RuntimeError:  # no more threads, or no memory for one
+            self._places.release()
+            raise
         try:
             async with asyncio.timeout(COMPILE_SECONDS):
                 return await asyncio.shield(asyncio.wrap_future(result))

@@ -211,3 +211,23 @@ def test_schemas_that_nobody_waits_for_any_more_are_not_read(monkeypatch: pytest
 
     asyncio.run(scenario())
     assert 0 < len(read) < 1000
+
+
+def test_a_thread_that_cannot_be_started_leaves_its_place_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(work: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def scenario() -> None:
+        compiler = GrammarCompiler(fake_tokenizer())
+        compiler.warm_up()
+        with monkeypatch.context() as patches:
+            patches.setattr(compiler_module, "_start_thread", refuse)
+            for _ in range(COMPILE_THREADS):
+                with pytest.raises(RuntimeError):
+                    await compiler.compile(source("regex", "a"))
+        monkeypatch.setattr(compiler_module, "COMPILE_SECONDS", 60)
+        async with asyncio.timeout(60):
+            await compiler.compile(source("regex", "a"))
+        compiler.close()
+
+    asyncio.run(scenario())
