@@ -2,16 +2,13 @@
 
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.cli.processes import start_program, wait_for_line
 from tests.fakes import BOS, HANG
-
-ROOT = Path(__file__).parent.parent.parent
 
 PROGRAM = """
 import sys, time
@@ -62,18 +59,7 @@ except KeyboardInterrupt:
 
 
 def start(behaviour: str, shutdown_timeout: float = 30, step_timeout: float = 0) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PROGRAM, behaviour, str(shutdown_timeout), str(step_timeout)]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for_line(process: subprocess.Popen[str], text: str) -> list[str]:
-    """What was logged up to the line that holds the text."""
-    assert process.stderr is not None
-    lines: list[str] = []
-    while not lines or text not in lines[-1]:
-        lines.append(process.stderr.readline())
-        assert lines[-1], "".join(lines)
-    return lines
+    return start_program(PROGRAM, behaviour, str(shutdown_timeout), str(step_timeout))
 
 
 def test_a_failed_load_ends_the_process_with_one_line() -> None:
