@@ -61,7 +61,6 @@ BODIES = (
     TokenizeRequest,
     DetokenizeRequest,
 )
-OnEngineDeath = Callable[[BaseException], None]
 LAST_TRACES_SECONDS = 5.0
 
 

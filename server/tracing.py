@@ -71,13 +71,15 @@ def load_tracer(settings: Settings, environ: Mapping[str, str] = os.environ) -> 
 
 
 def _is_disabled(environ: Mapping[str, str]) -> bool:
-    return environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp"
+    """An empty variable is one that is not set, here and below."""
+    exporter = environ.get("OTEL_TRACES_EXPORTER") or "otlp"
+    return environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or exporter != "otlp"
 
 
 def _obstacle(environ: Mapping[str, str]) -> str | None:
-    for name in PROTOCOL_VARIABLES:
-        if environ.get(name, PROTOCOL) != PROTOCOL:
-            return f"{name}={environ[name]} is not supported; use {PROTOCOL} and the collector's port for it, 4318 by default"
+    name = next((name for name in PROTOCOL_VARIABLES if environ.get(name)), None)  # that of traces comes first
+    if name is not None and environ[name] != PROTOCOL:
+        return f"{name}={environ[name]} is not supported; use {PROTOCOL} and the collector's port for it, 4318 by default"
     for module in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
         try:
             found = importlib.util.find_spec(module)

@@ -223,6 +223,10 @@ class GenerationRun:
                 return RequestExpiredError("the deadline of the request has passed")
             raise
 
+    def fail(self) -> None:
+        """Its answer could not be written, which is a fault of the server unless the run has ended before."""
+        self._record.finish("error")
+
     async def close(self) -> None:
         """Abort whatever still runs. Idempotent."""
         self._stop_tasks()

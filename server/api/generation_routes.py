@@ -101,13 +101,16 @@ class GenerationEndpoint(ABC, Generic[Body]):
                 ticket.close()
                 raise
             run.start(request.receive)
-            if body.stream:
-                return await self.respond(run, body, head, state, loaded, headers)
             try:
                 response = await self.respond(run, body, head, state, loaded, headers)
-            finally:
+            except BaseException as error:
+                if isinstance(error, Exception):
+                    run.fail()
                 await run.close()
-            response.headers.update(record.timing_headers())
+                raise
+            if not body.stream:
+                await run.close()
+                response.headers.update(record.timing_headers())
             return response
 
     async def _plan(

@@ -35,7 +35,7 @@ from server.api.request_schemas import CompletionRequest, GenerationRequest
 from server.api.response_input import response_conversation, response_functions
 from server.api.response_request import ResponseRequest
 from server.api.structured_output import choices_constraint, compile_grammar, response_constraint
-from server.api.tools import compile_constraint, tool_use
+from server.api.tools import AUTO, compile_constraint, tool_use
 from server.engine.loaded import LoadedEngine
 from server.errors import invalid_request
 from server.state import ServerState
@@ -138,7 +138,9 @@ async def prepare_response(
 ) -> GenerationPlan:
     check_common(loaded, body)
     check_stream_options(body.stream_options, body.stream)
-    use = tool_use(response_functions(body.tools), body.tool_choice, body.parallel_tool_calls)
+    # Every response has a choice, "auto" by default: it may be given without tools too.
+    choice = None if body.tool_choice == AUTO else body.tool_choice
+    use = tool_use(response_functions(body.tools), choice, body.parallel_tool_calls)
     conversation = response_conversation(body, () if use is None else use.shown)
     ticket.admit(1, 0)
     grammar = await compile_constraint(loaded, response_constraint(body), use, state.metrics)

@@ -24,8 +24,6 @@ MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BEST_OF = 20
 MAX_PROMPTS = 1024
 
-Prompt = str | list[str] | list[int] | list[list[int]]
-
 
 def check_prompts(value: object, limit: int) -> object:
     """Sniffs nothing: the first element decides the form, and every other one must have it. Ids are checked against the

@@ -46,7 +46,7 @@ def _check_item(value: object) -> object:
     """Every item gets its type: a plain message may leave it out. The kind decides which fields it has."""
     if not isinstance(value, dict):
         raise wrong_type("expected an item such as {'role': 'user', 'content': '…'}")
-    kind = value.get("type", "message")
+    kind = "message" if value.get("type") is None else value["type"]
     if not isinstance(kind, str):
         raise wrong_type("expected the type of an item as a string")
     if kind not in _ITEM_KINDS:

@@ -80,6 +80,9 @@ class EventStreamResponse(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (ClientDisconnectedError, OSError):
             return  # nobody reads on
+        except Exception:
+            self._run.fail()
+            raise
         finally:
             self._metrics.streams_active.dec()
             await self._run.close()

@@ -1,6 +1,8 @@
 """What a request wants of its functions: which of them the model may call, whether it must, and how the text is read for calls.
 Every fault is a 400 that names the field."""
 
+import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,12 +11,15 @@ from server.api.structured_output import compile_grammar, counted_compilation, i
 from server.api.tool_schemas import ToolChoice
 from server.engine.loaded import LoadedEngine
 from server.errors import invalid_request
+from server.grammar.compiler import COMPILE_SECONDS
 from server.grammar.source import CallRules, GrammarError, GrammarSource
 from server.metrics import Metrics
 from server.text.call_parser import CallFormat
 from server.text.functions import Function
 
 AUTO = ToolChoice("auto")
+# Each function may be compiled within its own limit, and there may be hundreds of them.
+FAULT_SECONDS = 2 * COMPILE_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +94,15 @@ async def compile_constraint(
 
 
 async def _faulty_part(loaded: LoadedEngine, rules: CallRules) -> tuple[str, str] | None:
-    """The field that can't be compiled by itself, and why."""
+    """The field that can't be compiled by itself, and why; None where it is not found soon."""
     parts = [GrammarSource("calls", CallRules((function,), several=False), function.param) for function in rules.functions]
-    for part in parts if rules.otherwise is None else [rules.otherwise, *parts]:
-        try:
-            await loaded.grammars.compile(part)
-        except GrammarError as error:
-            return part.param, str(error)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(FAULT_SECONDS):
+            for part in parts if rules.otherwise is None else [rules.otherwise, *parts]:
+                try:
+                    await loaded.grammars.compile(part)
+                except GrammarError as error:
+                    return part.param, str(error)
     return None
 
 

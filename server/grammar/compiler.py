@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -72,7 +73,10 @@ class GrammarCompiler:
         """Which of them is no JSON schema, and why; None where all are. Raises GrammarError where they take too long."""
 
         def check() -> tuple[int, GrammarError] | None:
+            until = time.monotonic() + COMPILE_SECONDS
             for index, schema in enumerate(schemas):
+                if time.monotonic() > until:  # nobody waits any more, and others wait for the place
+                    raise _too_slow()
                 try:
                     check_schema(schema)
                 except GrammarError as error:
@@ -96,12 +100,16 @@ class GrammarCompiler:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for a place
                 loop.call_soon_threadsafe(self._places.release)
 
-        _start_thread(work)
+        try:
+            _start_thread(work)
+        except RuntimeError:  # no more threads, or no memory for one
+            self._places.release()
+            raise
         try:
             async with asyncio.timeout(COMPILE_SECONDS):
                 return await asyncio.shield(asyncio.wrap_future(result))
         except TimeoutError:
-            raise GrammarError(f"it takes more than {COMPILE_SECONDS} seconds to compile; simplify it") from None
+            raise _too_slow() from None
 
     async def _vocabulary_made(self) -> None:
         """One thread makes it for all who wait."""
@@ -146,6 +154,10 @@ class GrammarCompiler:
     def close(self) -> None:
         """Let the threads end; what is being computed is finished."""
         self._mask_threads.shutdown(wait=False)
+
+
+def _too_slow() -> GrammarError:
+    return GrammarError(f"it takes more than {COMPILE_SECONDS} seconds to compile; simplify it")
 
 
 def _is_endless(state: LLMatcher) -> bool:

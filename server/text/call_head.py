@@ -4,6 +4,9 @@ as far as the text goes. ``call_parser`` says where calls may stand."""
 from dataclasses import dataclass
 
 FENCE = "```"
+# A beginning that is longer is none: a model that writes blanks without an end has its text sent on. It is read anew with every
+# token that is added to it, in the event loop.
+MAX_HEAD_CHARACTERS = 1000
 _FENCE_NAMES = ("json", "tool_code", "tool_call", "tool_calls", "")
 
 
@@ -31,17 +34,22 @@ class CallHead:
 
 
 class Reader:
-    """Reads expected characters. The end of the text is an IncompleteError, anything unexpected a MismatchError."""
+    """Reads expected characters. The end of the text is an IncompleteError, anything unexpected a MismatchError, and so is
+    everything beyond MAX_HEAD_CHARACTERS."""
 
     def __init__(self, text: str) -> None:
         self.position = 0
         self.is_sure = False
-        self._text = text
+        self._text = text[:MAX_HEAD_CHARACTERS]
 
     def peek(self) -> str:
         if self.position == len(self._text):
-            raise IncompleteError(self.is_sure)
+            raise self._end()
         return self._text[self.position]
+
+    def _end(self) -> Exception:
+        """What the end of the text means."""
+        return IncompleteError(self.is_sure) if len(self._text) < MAX_HEAD_CHARACTERS else MismatchError()
 
     def blanks(self) -> None:
         while self.position < len(self._text) and self._text[self.position].isspace():
@@ -61,7 +69,7 @@ class Reader:
                 self.position += len(literal)
                 return literal
             may_follow = may_follow or literal.startswith(self._text[self.position :])
-        raise IncompleteError(self.is_sure) if may_follow else MismatchError
+        raise self._end() if may_follow else MismatchError()
 
     def word(self, words: tuple[str, ...]) -> None:
         """Exactly one of them: what follows is no letter."""
@@ -70,7 +78,7 @@ class Reader:
             self.position += 1
         found = self._text[start : self.position]
         if self.position == len(self._text) and any(word.startswith(found) for word in words):
-            raise IncompleteError(self.is_sure)
+            raise self._end()
         if found not in words:
             raise MismatchError
 

@@ -5,15 +5,25 @@
     ```json … ```                             either of them in a fence, of tool_code or tool_call too
 
 Everything else is content. What `push` and `flush` return, joined, is the same however the text is split over calls. Held back is
-only what may still turn out to be a call; a call is known once the name of a known function has been followed by the beginning of
-its arguments. These are handed on as they are written: the characters from the opening to the closing brace."""
+only what may still turn out to be a call, up to MAX_HEAD_CHARACTERS; a call is known once the name of a known function has been
+followed by the beginning of its arguments. These are handed on as they are written: the characters from the opening to the
+closing brace."""
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from server.text.call_head import FENCE, CallHead, IncompleteError, MismatchError, Reader, read_head, read_next
+from server.text.call_head import (
+    FENCE,
+    MAX_HEAD_CHARACTERS,
+    CallHead,
+    IncompleteError,
+    MismatchError,
+    Reader,
+    read_head,
+    read_next,
+)
 
 _BRACKET = re.compile(r'["\\{}\[\]]')
 
@@ -104,7 +114,8 @@ class CallParser:
                     except IncompleteError:
                         return
                     except MismatchError:
-                        blanks = len(self._held) - len(self._held.lstrip())
+                        beginning = self._held[:MAX_HEAD_CHARACTERS]
+                        blanks = len(beginning) - len(beginning.lstrip())
                         yield self._take(self._held.find("\n", blanks))
                         self._state = _State.START if self._held else _State.CONTENT
                         self._in_fence = self._follows_call = False

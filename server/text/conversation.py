@@ -2,6 +2,7 @@
 alternate. Calls of functions and their results have no place of their own there: they become text of the turns. Everything a user
 can cause is a ChatTemplateError that names the field."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -94,7 +95,8 @@ def _in_order_of_calls(messages: Sequence[ChatMessage]) -> list[int]:
     """Indices of the messages; results that follow each other stand in the order of their calls, by which a model tells two calls
     of one function apart."""
     order: list[int] = []
-    positions: dict[str, int] = {}
+    positions: dict[str, int] = {}  # of the latest call with the id: some clients count from 0 in every turn
+    count = itertools.count()
     results: list[int] = []
 
     def place_results() -> None:
@@ -108,7 +110,7 @@ def _in_order_of_calls(messages: Sequence[ChatMessage]) -> list[int]:
         place_results()
         order.append(index)
         for call in message.calls:
-            positions[call.call_id] = len(positions)
+            positions[call.call_id] = next(count)
     place_results()
     return order
 

@@ -3,10 +3,9 @@
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.cli.processes import start_program, wait_for_line
 
 PROGRAM = """
 import sys, time
@@ -58,18 +57,7 @@ except KeyboardInterrupt:
 
 
 def start(behaviour: str, shutdown_timeout: float = 30, step_timeout: float = 0, port: int = 0) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PROGRAM, behaviour, str(port), str(shutdown_timeout), str(step_timeout)]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for_line(process: subprocess.Popen[str], text: str) -> list[str]:
-    """What was logged up to the line that holds the text."""
-    assert process.stderr is not None
-    lines: list[str] = []
-    while not lines or text not in lines[-1]:
-        lines.append(process.stderr.readline())
-        assert lines[-1], "".join(lines)
-    return lines
+    return start_program(PROGRAM, behaviour, str(port), str(shutdown_timeout), str(step_timeout))
 
 
 def wait_until_ready(process: subprocess.Popen[str]) -> int:

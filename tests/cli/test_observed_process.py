@@ -1,28 +1,31 @@
 """The process of ``gemserve serve`` as those see it who watch it: the listener of the metrics and the log in JSON; loading is
 replaced to be quick."""
 
+import functools
 import json
 import signal
 import socket
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import httpx
 
+from tests.cli.processes import start_program, wait_for_line
 from tests.fakes import BOS, HANG
 
-ROOT = Path(__file__).parent.parent.parent
+get = functools.partial(httpx.get, timeout=60)
 
 PROGRAM = """
-import sys
+import signal, sys
 import model.checkpoint, server.cli.serving as serving
 from server.settings import Settings
 from tests.fakes import FakeRunner, fake_engine_factory
 
+runner = FakeRunner(step_delay=0.01)
+signal.signal(signal.SIGUSR1, lambda signum, frame: runner.released.set())
+
 def fake_model(settings, report_phase, checkpoint):
-    return fake_engine_factory(FakeRunner(step_delay=0.01), max_model_len=4096)(settings, report_phase)
+    return fake_engine_factory(runner)(settings, report_phase)
 
 model.checkpoint.open_checkpoint = lambda *args, **kwargs: None
 serving.load_engine = fake_model
@@ -31,42 +34,32 @@ sys.exit(serving.serve(Settings(port=0, **dict(pair.split("=") for pair in sys.a
 
 
 def start(**settings: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PROGRAM, *(f"{name}={value}" for name, value in settings.items())]
-    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for_line(process: subprocess.Popen[str], text: str) -> list[str]:
-    """What was logged up to the line that holds the text."""
-    assert process.stderr is not None
-    lines: list[str] = []
-    while not lines or text not in lines[-1]:
-        lines.append(process.stderr.readline())
-        assert lines[-1], "".join(lines)
-    return lines
+    return start_program(PROGRAM, *(f"{name}={value}" for name, value in settings.items()))
 
 
 def test_metrics_on_their_own_port_need_no_key_and_are_there_until_the_end_of_the_drain() -> None:
-    with start(metrics_port="0", api_key="secret") as process:
+    with start(metrics_port="0", api_key="secret", shutdown_timeout="60") as process:
         metrics = wait_for_line(process, "metrics on")[-1].split()[-1]
         main = wait_for_line(process, "listening on")[-1].split()[-1]
         wait_for_line(process, "ready: serving")
-        assert "gemserve_ready 1.0" in httpx.get(metrics).text
-        assert httpx.get(metrics.replace("/metrics", "/health")).status_code == 404
-        assert httpx.post(metrics).status_code == 405
-        assert httpx.get(metrics, headers={"host": "evil.example"}).status_code == 403
+        assert "gemserve_ready 1.0" in get(metrics).text
+        assert get(metrics.replace("/metrics", "/health")).status_code == 404
+        assert httpx.post(metrics, timeout=60).status_code == 405
+        assert get(metrics, headers={"host": "evil.example"}).status_code == 403
         key = {"authorization": "Bearer secret"}
-        assert httpx.get(f"{main}/metrics", headers=key).status_code == 404
-        body = {"prompt": "a", "max_tokens": 400, "stream": True}
+        assert get(f"{main}/metrics", headers=key).status_code == 404
+        body = {"prompt": [BOS, HANG, HANG], "max_tokens": 4, "stream": True}  # stops behind its first token until it is told
         with httpx.stream("POST", f"{main}/v1/completions", json=body, timeout=60, headers=key) as response:
             chunks = response.iter_text()
             next(chunks)
             process.send_signal(signal.SIGTERM)
             deadline = time.monotonic() + 60
-            while "gemserve_draining 1.0" not in (text := httpx.get(metrics).text):
+            while "gemserve_draining 1.0" not in (text := get(metrics).text):
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
             assert "gemserve_ready 0.0" in text
             assert "gemserve_requests_running 1.0" in text
+            process.send_signal(signal.SIGUSR1)
             assert "[DONE]" in "".join(chunks)
         process.communicate(timeout=60)
     assert process.returncode == 0

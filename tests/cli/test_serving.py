@@ -2,14 +2,13 @@
 
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.cli.serve_process import ROOT, start, wait_until_ready
+from tests.cli.processes import ROOT
+from tests.cli.serve_process import start, wait_until_ready
 from tests.fakes import BOS, HANG
 from tests.model.checkpoint.conftest import random_weights, write_gguf
 

@@ -15,7 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cli.serve_process import ROOT, start, wait_for_line, wait_until_caught, wait_until_ready
+from tests.cli.processes import ROOT, wait_for_line
+from tests.cli.serve_process import start, wait_until_caught, wait_until_ready
 from tests.fakes import BOS, HANG
 from tests.tiny import write_tiny_folder
 

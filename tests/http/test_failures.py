@@ -5,8 +5,10 @@ import json
 import threading
 import time
 
+import httpx
 import pytest
 
+from server.api.choice_answer import ChoiceAnswer
 from server.engine import async_engine
 from server.engine.request import EngineHungError
 from tests.fakes import BOS, CRASH, HANG, HUNGRY, POISON, FakeRunner, fake_engine_factory
@@ -55,6 +57,27 @@ def test_a_lack_of_memory_fails_what_does_not_fit_and_nothing_else_in_the_step(n
         assert server.metric("numerical_faults_total") == 0
         assert (server.outcomes("length"), server.outcomes("error")) == (2, 1)
         server.check_alive()
+
+
+def test_an_answer_that_cannot_be_written_counts_as_an_error(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: ChoiceAnswer, *args: object) -> bytes:
+        raise ValueError("injected")
+
+    def failed(stream: str) -> float:
+        return server.metric("requests_total", endpoint="completions", stream=stream, outcome="error")
+
+    before = failed("false"), failed("true")
+    with monkeypatch.context() as patches:
+        patches.setattr(ChoiceAnswer, "collect", broken)
+        patches.setattr(ChoiceAnswer, "chunks", broken)
+        response = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 200})
+        assert response.status_code == 500
+        assert error_of(response)["code"] == "internal_error"
+        with pytest.raises(httpx.RemoteProtocolError):  # half an answer does not look sound
+            server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 200, "stream": True})
+    server.wait_for(lambda: (failed("false"), failed("true")) == (before[0] + 1, before[1] + 1), seconds=60)
+    server.wait_for(server.is_idle, seconds=60)
+    server.check_alive()
 
 
 def test_one_failed_choice_ends_the_others_of_its_request_but_no_other_request(server: LiveServer) -> None:

@@ -213,6 +213,21 @@ def test_tracing_is_off_unless_it_is_asked_for(caplog: pytest.LogCaptureFixture)
         load_tracer(Settings(otlp_endpoint="http://127.0.0.1:4318"), grpc)
 
 
+def test_variables_for_traces_come_first_and_empty_ones_are_none(caplog: pytest.LogCaptureFixture) -> None:
+    asked = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}
+    own = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
+    for more in (
+        {own: "http/protobuf", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+        {own: "", "OTEL_EXPORTER_OTLP_PROTOCOL": "", "OTEL_TRACES_EXPORTER": "", "OTEL_SDK_DISABLED": ""},
+    ):
+        tracer = load_tracer(Settings(), asked | more)
+        assert tracer is not None, more
+        tracer.close()
+    assert not caplog.records
+    assert load_tracer(Settings(), asked | {own: "grpc", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}) is None
+    assert f"{own}=grpc is not supported" in caplog.text
+
+
 def test_without_the_extra_a_flag_is_an_error_and_a_variable_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

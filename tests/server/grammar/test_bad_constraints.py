@@ -9,7 +9,7 @@ import pytest
 
 from model.grammar_state import GrammarFault
 from server.grammar import compiler as compiler_module
-from server.grammar.compiler import CompiledGrammar, GrammarCompiler
+from server.grammar.compiler import COMPILE_THREADS, CompiledGrammar, GrammarCompiler
 from server.grammar.source import GrammarError, GrammarSource
 from tests.fakes import fake_tokenizer
 from tests.server.grammar.walks import ENDS, source, walk
@@ -131,6 +131,7 @@ def test_a_compilation_that_takes_too_long_is_left_behind(monkeypatch: pytest.Mo
         compiler.warm_up()
         with pytest.raises(GrammarError, match="seconds to compile"):
             await compiler.compile(GrammarSource("regex", "a", "stuck"))
+        monkeypatch.setattr(compiler_module, "COMPILE_SECONDS", 60)
         for _ in range(5):
             await compiler.compile(source("regex", "[0-9]{5}"))
         go_on.set()
@@ -148,6 +149,7 @@ def test_the_vocabulary_is_made_once_when_it_is_first_needed_and_counts_for_nobo
     def slow(tokenizer: object) -> object:
         made.append(threading.current_thread().name)
         time.sleep(1.5)
+        monkeypatch.setattr(compiler_module, "COMPILE_SECONDS", 60)  # for what begins now
         return vocabulary(tokenizer)  # type: ignore[arg-type]
 
     monkeypatch.setattr(compiler_module, "_Vocabulary", slow)
@@ -186,3 +188,47 @@ def test_a_vocabulary_that_cannot_be_made_is_tried_again(monkeypatch: pytest.Mon
         return await compiler.compile(source("regex", "[0-9]{5}"))
 
     assert isinstance(asyncio.run(scenario()), CompiledGrammar)
+
+
+def test_schemas_that_nobody_waits_for_any_more_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their thread would keep its place for as long as there are schemas."""
+    monkeypatch.setattr(compiler_module, "COMPILE_SECONDS", 0.1)
+    read = []
+
+    def slow(schema: dict[str, object]) -> None:
+        read.append(schema)
+        time.sleep(0.05)
+
+    monkeypatch.setattr(compiler_module, "check_schema", slow)
+
+    async def scenario() -> None:
+        compiler = GrammarCompiler(fake_tokenizer())
+        with pytest.raises(GrammarError, match="seconds to compile"):
+            await compiler.first_fault([{}] * 1000)
+        async with asyncio.timeout(60):
+            for _ in range(COMPILE_THREADS):
+                await compiler._places.acquire()
+        compiler.close()
+
+    asyncio.run(scenario())
+    assert len(read) < 1000
+
+
+def test_a_thread_that_cannot_be_started_leaves_its_place_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(work: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def scenario() -> None:
+        compiler = GrammarCompiler(fake_tokenizer())
+        compiler.warm_up()
+        with monkeypatch.context() as patches:
+            patches.setattr(compiler_module, "_start_thread", refuse)
+            for _ in range(COMPILE_THREADS):
+                with pytest.raises(RuntimeError):
+                    await compiler.compile(source("regex", "a"))
+        monkeypatch.setattr(compiler_module, "COMPILE_SECONDS", 60)
+        async with asyncio.timeout(60):
+            await compiler.compile(source("regex", "a"))
+        compiler.close()
+
+    asyncio.run(scenario())

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from server.text.call_head import MAX_HEAD_CHARACTERS
 from server.text.call_parser import CallFormat, CallParser, CallPiece, Part
 from server.text.functions import FunctionCall, calls_text
 
@@ -75,6 +76,35 @@ CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
 def test_what_is_content_and_what_is_a_call(text: str, content: str, calls: list[tuple[str, str]]) -> None:
     assert parse([text]) == (content, calls)
     assert parse(list(text)) == (content, calls)
+
+
+ENDLESS = 3 * MAX_HEAD_CHARACTERS
+CALL = '{"name":"get","parameters":{}}'
+LONG_CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
+    (" " * ENDLESS + CALL, " " * ENDLESS + CALL, []),
+    ("\n" * ENDLESS, "\n" * ENDLESS, []),
+    ("\n" * ENDLESS + "Hi.\n" + CALL, "\n" * ENDLESS + "Hi.", [("get", "{}")]),
+    ('{"name":' + " " * ENDLESS + CALL, '{"name":' + " " * ENDLESS + CALL, []),
+    (CALL + " " * ENDLESS + "Done.", " " * ENDLESS + "Done.", [("get", "{}")]),
+    (f"[{CALL}, {' ' * ENDLESS}{CALL}] Done.", " Done.", [("get", "{}")]),
+    (f"```\n{CALL}{' ' * ENDLESS}```", " " * ENDLESS + "```", [("get", "{}")]),
+]
+
+
+@pytest.mark.parametrize(("text", "content", "calls"), LONG_CASES, ids=range(len(LONG_CASES)))
+def test_a_beginning_without_an_end_is_content(text: str, content: str, calls: list[tuple[str, str]]) -> None:
+    assert parse([text]) == (content, calls)
+    assert parse([text[start : start + 7] for start in range(0, len(text), 7)]) == (content, calls)
+
+
+def test_no_more_is_held_back_than_the_longest_beginning() -> None:
+    """What is held back is read anew with every token."""
+    parser = CallParser(CallFormat(NAMES))
+    sent = 0
+    for count in range(1, ENDLESS // 10):
+        sent += sum(len(part) for part in parser.push("\n" * 10) if isinstance(part, str))
+        assert 10 * count - sent <= MAX_HEAD_CHARACTERS
+    assert sent > 0
 
 
 FRAGMENTS = [

@@ -23,6 +23,13 @@ def test_results_are_one_turn_of_the_user_in_the_order_of_the_calls(results: tup
     assert merge_messages([USER, CALLED, *results, ChatMessage("assistant", "Sun.")], strict)[-1].content == "Sun."
 
 
+def test_call_ids_that_come_again_in_a_later_turn_belong_to_that_turn() -> None:
+    later = (FunctionCall("c1", "put", "{}"), FunctionCall("c2", "look", "{}"))
+    chat = [USER, CALLED, PARIS, ROME, ChatMessage("assistant", "", later), ROME, PARIS]
+    results = "Result of put:\n```tool_output\nsun\n```\n\nResult of look:\n```tool_output\nrain\n```"
+    assert [message.text for message in merge_messages(chat)[2::2]] == [RESULTS, results]
+
+
 def test_text_beside_calls_and_results_stays() -> None:
     called = ChatMessage("assistant", "Let me see.", CALLS[:1])
     merged = merge_messages([USER, called, PARIS, ChatMessage("user", "And?")])
