@@ -2,7 +2,9 @@
 
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import httpx
 import pytest
