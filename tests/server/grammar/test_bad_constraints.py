@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -141,16 +142,26 @@ def test_a_compilation_that_takes_too_long_is_left_behind(monkeypatch: pytest.Mo
 
 def test_the_vocabulary_is_made_once_when_it_is_first_needed_and_counts_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes seconds for a real model, longer than a constraint may."""
-    monkeypatch.setattr(compiler_module, "COMPILE_SECONDS", 0.5)
     made: list[str] = []
+    begun, released = threading.Event(), threading.Event()
     vocabulary = compiler_module._Vocabulary
 
     def slow(tokenizer: object) -> object:
         made.append(threading.current_thread().name)
-        time.sleep(1.5)
+        begun.set()
+        assert released.wait(60)
         return vocabulary(tokenizer)  # type: ignore[arg-type]
 
     monkeypatch.setattr(compiler_module, "_Vocabulary", slow)
+    monkeypatch.setattr(compiler_module, "COMPILE_SECONDS", 60)
+    clocks: list[GrammarCompiler] = []
+    in_thread = GrammarCompiler._in_thread
+
+    def timed(compiler: GrammarCompiler, work: Callable[[], CompiledGrammar]) -> Awaitable[CompiledGrammar]:
+        clocks.append(compiler)
+        return in_thread(compiler, work)
+
+    monkeypatch.setattr(GrammarCompiler, "_in_thread", timed)
 
     async def scenario() -> list[object]:
         compiler = GrammarCompiler(fake_tokenizer())
@@ -158,12 +169,16 @@ def test_the_vocabulary_is_made_once_when_it_is_first_needed_and_counts_for_nobo
         leaving = asyncio.create_task(compiler.compile(source("regex", "[0-9]{5}")))
         await asyncio.sleep(0)
         leaving.cancel()  # harms nobody who waits for the same
-        waiting = [compiler.compile(source("regex", "[0-9]{5}")) for _ in range(4)]
+        waiting = [asyncio.create_task(compiler.compile(source("regex", "[0-9]{5}"))) for _ in range(4)]
+        await asyncio.to_thread(begun.wait, 60)
+        assert clocks == []  # nobody's time runs yet
+        released.set()
         return await asyncio.gather(*waiting, leaving, return_exceptions=True)
 
     *compiled, left = asyncio.run(scenario())
     assert all(isinstance(grammar, CompiledGrammar) for grammar in compiled), compiled
     assert isinstance(left, asyncio.CancelledError)
+    assert len(clocks) == 4
     assert len(made) == 1
     assert made[0] != threading.current_thread().name
 
