@@ -71,6 +71,12 @@ def test_a_bad_constraint_is_refused_in_time(kind: str, value: object) -> None:
     assert isinstance(compiler.compile_now(source("regex", "[0-9]{5}")), CompiledGrammar)
 
 
+@pytest.mark.parametrize(("kind", "value"), [("choice", ["ab" * 20_000]), ("json", {"const": "ab" * 20_000})])
+def test_a_long_text_without_a_choice_is_refused_for_its_length(kind: str, value: object) -> None:
+    with pytest.raises(GrammarError, match="more than 32768 bytes that leave no choice"):
+        GrammarCompiler(fake_tokenizer()).compile_now(source(kind, value))
+
+
 @pytest.mark.parametrize(
     ("kind", "value"),
     [
