@@ -176,11 +176,9 @@ class Gemma3(nn.Module):
         """Every block that owns weights, by its name in the network."""
         return {name: module for name, module in self.named_modules() if isinstance(module, Linear | NormScale | Embedding)}
 
-    def packed_forms(self) -> dict[str, PackedForm] | None:
-        """All weights of the loaded network as the backend keeps them; None where those are not worth storing."""
-        forms = {name: owner.packed_form() for name, owner in self.weight_owners().items()}
-        known = {name: form for name, form in forms.items() if form is not None}
-        return known if known.keys() == forms.keys() else None
+    def packed_forms(self) -> dict[str, PackedForm]:
+        """All weights of the loaded network as the backend keeps them, where it stores such."""
+        return {name: owner.packed_form() for name, owner in self.weight_owners().items()}
 
     def restore_weights(self, forms: Mapping[str, PackedForm]) -> bool:
         """Fill the network with what ``packed_forms`` gave. False: they are of another network, and this one is as it was."""

@@ -1,7 +1,10 @@
-"""What the host offers: memory that is available to this process, and whether its CPU computes in bfloat16. Reads /proc and the
-cgroup files; imports no torch, so that ``gemserve info`` and the loaded model answer from the same rules."""
+"""What the host offers: memory that is available to this process, memory in huge pages, what its CPU computes with. Reads /proc
+and the cgroup files; imports no torch, so that ``gemserve info`` and the loaded model answer from the same rules."""
 
+import contextlib
 import functools
+import mmap
+import sys
 from pathlib import Path
 
 import psutil
@@ -26,6 +29,17 @@ def available_memory() -> int:
         if limit is not None and usage is not None:
             available = min(available, max(0, limit - usage + _reclaimable(statistics_file)))
     return available
+
+
+def anonymous_memory(num_bytes: int) -> mmap.mmap:
+    """Zeroed memory of its own, in huge pages as far as the system has them."""
+    if sys.platform != "linux":
+        return mmap.mmap(-1, num_bytes)
+    # Private: shared memory, which is Python's default, gets no huge pages on most systems.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a system without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 @functools.cache

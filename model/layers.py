@@ -61,8 +61,8 @@ class Linear(nn.Module):
     def pack(self, weight: torch.Tensor, *, shared: bool = False) -> None:
         self.packed = self.ops.pack_linear(weight, self.role, shared=shared)
 
-    def packed_form(self) -> PackedForm | None:
-        """The filled layer's weight, to be stored; None where the backend's is not worth it."""
+    def packed_form(self) -> PackedForm:
+        """The filled layer's weight, to be stored."""
         assert self.packed is not None
         return self.ops.to_packed_form(self.packed)
 

@@ -26,7 +26,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from model.host import cpu_flags
+from model.host import anonymous_memory, cpu_flags
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +41,7 @@ SOURCES = Path(__file__).parent
 _SOURCE_FILES = ("*.py", "*.cpp", "*.h")
 _KERNEL_OVERRIDES = frozenset({"GEMSERVE_SANITIZE", "GEMSERVE_CPU_KERNELS"})  # libraries whose source is not known, for tests
 SUFFIX = ".weights"
+WRITING = ".writing-"
 MAGIC = b"gemserve packed1"
 _PREFIX = struct.Struct("<16sQQII")  # magic, bytes of the header and of the body, CRC-32 of each
 MAX_HEADER_BYTES = 1 << 26
@@ -50,6 +51,7 @@ SMALLEST_BYTES, LARGEST_BYTES = 64 << 20, 4 << 30
 MAX_TOTAL_BYTES = 8 << 30  # of all entries; the least recently used ones go
 FREE_BYTES = 1 << 30  # that the disk keeps beyond an entry
 ABANDONED_SECONDS = 3600.0  # after which a half-written file belongs to nobody
+JUST_MADE_SECONDS = 60.0  # in which it may have no lock yet
 
 
 def weight_cache_key(checkpoint: "Checkpoint", *, dtype: str, device: str, quantization: str) -> str | None:
@@ -86,12 +88,14 @@ class WeightCache:
     def __init__(self, folder: Path, key: str, *, smallest: int = SMALLEST_BYTES) -> None:
         self._folder = folder
         self._file = folder / f"{key}{SUFFIX}"
+        self._half_written = f"{WRITING}{key}-"
         self._smallest = smallest
         self._entry: _Entry | None = None
         self._fault: str | None = None
         self._thread = threading.Thread(target=self._read, name="gemserve-weights", daemon=True)
-        if self._file.exists():
-            self._thread.start()
+        with contextlib.suppress(OSError):  # such as a folder of somebody else: ``save`` says why
+            if self._file.exists():
+                self._thread.start()
 
     def restore(self, model: "Gemma3") -> bool:
         """Fill the network from the entry. False: there is none that fits, and the network is as it was."""
@@ -99,6 +103,8 @@ class WeightCache:
             return False
         self._thread.join()
         entry, self._entry = self._entry, None
+        if not model.ops.stores_packed_weights:
+            return False  # the entry is that of starts without a GPU, or with a compiler
         try:
             if entry is None:
                 raise _DamagedError(self._fault)
@@ -115,14 +121,17 @@ class WeightCache:
 
     def save(self, model: "Gemma3") -> None:
         """Keep the weights of a loaded network, if its backend can take them apart and their size is one worth keeping."""
-        forms = model.packed_forms()
-        if forms is None:
+        if not model.ops.stores_packed_weights:
             return
+        forms = model.packed_forms()
         layout = _Layout(forms)
         if not self._smallest <= layout.body_bytes <= LARGEST_BYTES:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            if self._is_written_elsewhere():
+                logger.info("Packed weights are kept in %s by another start.", self._folder)
+                return
             self._tidy(layout.body_bytes)
             free = shutil.disk_usage(self._folder).free
             if free < layout.body_bytes + FREE_BYTES:
@@ -134,24 +143,42 @@ class WeightCache:
             logger.warning("Packed weights cannot be kept in %s: %s.", self._folder, error.strerror or error)
 
     def _write(self, layout: "_Layout") -> None:
-        descriptor, name = tempfile.mkstemp(dir=self._folder, prefix=".writing-")
+        descriptor, name = tempfile.mkstemp(dir=self._folder, prefix=self._half_written)
         try:
             with os.fdopen(descriptor, "wb") as stream:
+                with contextlib.suppress(OSError):  # a file system without locks
+                    _lock(stream)  # goes with the process, however it ends
                 layout.write(stream)
                 stream.flush()
                 os.fsync(stream.fileno())
-            os.chmod(name, 0o644)  # mkstemp makes it private; a cache filled by an image or another user must be readable
-            os.replace(name, self._file)
+                os.chmod(name, 0o644)  # mkstemp makes it private; a cache filled by an image or another user must be readable
+                os.replace(name, self._file)
         except BaseException:
             Path(name).unlink(missing_ok=True)
             raise
 
+    def _is_written_elsewhere(self) -> bool:
+        """Whether a start that began at the same time has written this entry, or is about it. At worst it is written twice."""
+        if self._file.exists():
+            return True
+        for file in self._folder.glob(f"{self._half_written}*"):
+            with contextlib.suppress(OSError), file.open("rb") as stream:
+                try:
+                    _lock(stream)
+                except BlockingIOError:
+                    return True
+        return False
+
     def _tidy(self, needed: int) -> None:
         """Remove what was left half-written, and the entries used longest ago that leave no room for ``needed`` more bytes."""
-        for file in self._folder.glob(".writing-*"):
-            with contextlib.suppress(OSError):
-                if time.time() - file.stat().st_mtime > ABANDONED_SECONDS:
-                    file.unlink()
+        for file in self._folder.glob(f"{WRITING}*"):
+            with contextlib.suppress(OSError), file.open("rb") as stream:
+                age = time.time() - os.fstat(stream.fileno()).st_mtime
+                if age <= JUST_MADE_SECONDS:
+                    continue
+                if age <= ABANDONED_SECONDS:
+                    _lock(stream)  # OSError: whoever writes it is still there, or nobody can know
+                file.unlink()
         entries = []
         for file in self._folder.glob(f"*{SUFFIX}"):
             with contextlib.suppress(OSError):
@@ -169,7 +196,7 @@ class WeightCache:
                 self._entry = _read_entry(stream)
         except _DamagedError as error:
             self._fault = str(error)
-        except (OSError, MemoryError) as error:
+        except (OSError, MemoryError, ValueError) as error:
             self._fault = f"it cannot be read ({error})"
 
 
@@ -228,8 +255,7 @@ def _read_entry(stream: Any) -> _Entry:
     if zlib.crc32(header) != header_sum:
         raise _DamagedError("the checksum of its header is wrong")
     stream.seek(_body_start(header_bytes))
-    body = mmap.mmap(-1, body_bytes)
-    body.madvise(mmap.MADV_HUGEPAGE)
+    body = anonymous_memory(body_bytes)
     view, filled = memoryview(body), 0
     while filled < body_bytes:
         count = stream.readinto(view[filled:])
@@ -239,6 +265,13 @@ def _read_entry(stream: Any) -> _Entry:
     if zlib.crc32(view) != body_sum:
         raise _DamagedError("the checksum of its weights is wrong")
     return _Entry(json.loads(header), body)
+
+
+def _lock(stream: BinaryIO) -> None:
+    """Raises OSError where another process has the lock."""
+    import fcntl  # not on Windows
+
+    fcntl.flock(stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _forms(entry: _Entry) -> "dict[str, PackedForm]":

@@ -216,7 +216,7 @@ def _map(file: Path) -> Bytes:
 
 def _join(files: Sequence[Path]) -> Bytes:
     sizes = [file.stat().st_size for file in files]
-    if all(size % mmap.PAGESIZE == 0 for size in sizes[:-1]) and sys.platform == "linux":
+    if sum(sizes) and all(size % mmap.PAGESIZE == 0 for size in sizes[:-1]) and sys.platform == "linux":
         return _map_one_after_the_other(files, sizes)
     data = np.empty(sum(sizes), dtype=np.uint8)
     start = 0

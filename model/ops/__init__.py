@@ -120,9 +120,14 @@ class Ops(ABC):
         else (a tied head is a view of the first rows of the embedding matrix, which the network keeps for look-ups).
         """
 
-    def to_packed_form(self, weight: LinearWeight) -> PackedForm | None:
-        """A weight of ``pack_linear`` taken apart; its tensors share the weight's memory. None: not worth storing."""
-        return None
+    @property
+    def stores_packed_weights(self) -> bool:
+        """Whether packed weights are worth being kept on disk; only then are there the two that follow."""
+        return False
+
+    def to_packed_form(self, weight: LinearWeight) -> PackedForm:
+        """A weight of ``pack_linear`` taken apart; its tensors share the weight's memory."""
+        raise NotImplementedError(f"{self.name} stores no packed weights")
 
     def from_packed_form(self, form: PackedForm) -> LinearWeight:
         """The weight of a form that a backend made like this one gave, keeping the form's tensors."""

@@ -66,7 +66,11 @@ class CpuOps(ReferenceOps):
         keep_plain = self._leaves_batches_to_torch and role != "head"
         return pack_weight(self._library, weight, choose_storage(weight, self.weights, role), keep_plain=keep_plain)
 
-    def to_packed_form(self, weight: LinearWeight) -> PackedForm | None:
+    @property
+    def stores_packed_weights(self) -> bool:
+        return True
+
+    def to_packed_form(self, weight: LinearWeight) -> PackedForm:
         assert isinstance(weight, PackedWeight)
         return take_apart(weight)
 

@@ -2,6 +2,7 @@
 that a run that was ended at any moment goes on where it stopped."""
 
 import json
+import re
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,10 +10,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from model.errors import ModelError
 from server.errors import shorten
 from server.settings import SettingsError
 
 _MAX_SHOWN_FAULTS = 10
+_PATH = re.compile(r"/v1/[A-Za-z0-9._~%:@!$&'()*+,;=/?-]{1,1000}")
+
+
+class BatchFileError(ModelError):
+    """One of the files cannot be read or written on. What was answered is written down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +44,7 @@ def parse_line(line: bytes) -> BatchRequest:
         raise ValueError("custom_id: expected a text")
     if method != "POST":
         raise ValueError(f"method: expected POST, got {shorten(str(method), 40)!r}")
-    if not isinstance(url, str) or not url.startswith("/v1/"):
+    if not isinstance(url, str) or not _PATH.fullmatch(url):
         raise ValueError(f"url: expected a path such as /v1/chat/completions, got {shorten(str(url), 80)!r}")
     if not isinstance(body, dict):
         raise ValueError("body: expected an object")
@@ -68,8 +75,12 @@ class BatchInput:
             raise SettingsError(f"{path}: {shown}{more}")
 
     def requests(self) -> Iterator[BatchRequest]:
-        for _, line in self._lines():
-            yield parse_line(line)
+        """Raises BatchFileError where the file has changed since it was checked."""
+        for number, line in self._lines():
+            try:
+                yield parse_line(line)
+            except ValueError as error:
+                raise BatchFileError(f"{self._path}: line {number} has changed: {error}") from None
 
     def _lines(self) -> Iterator[tuple[int, bytes]]:
         """Lines that are not empty, by number."""
@@ -106,9 +117,9 @@ class BatchOutput:
                 end += len(line)
                 try:
                     custom_id = json.loads(line)["custom_id"]
-                except (ValueError, TypeError, KeyError):
+                except (ValueError, TypeError, KeyError, RecursionError):
                     custom_id = None
-                if custom_id not in batch.custom_ids:
+                if not isinstance(custom_id, str) or custom_id not in batch.custom_ids:
                     raise SettingsError(
                         f"{self._path}: line {number} is no answer to a request of this input; name another file, or remove it"
                     )
@@ -116,11 +127,17 @@ class BatchOutput:
         return end
 
     def write(self, custom_id: str, response: dict[str, Any] | None, error: dict[str, str] | None) -> None:
-        """One line, in one call of the system: a process that is killed has written all of it or nothing that is read again."""
+        """One line, in one call of the system: a process that is killed has written all of it or nothing that is read again.
+        Raises BatchFileError when the disk takes no more."""
         line = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
         encoded = json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace") + b"\n"
-        while encoded:
-            encoded = encoded[self._file.write(encoded) :]
+        try:
+            while encoded:
+                encoded = encoded[self._file.write(encoded) :]
+        except OSError as failure:
+            raise BatchFileError(
+                f"{self._path}: {failure.strerror or failure}; run the same command again to go on once that is mended"
+            ) from None
         self.done.add(custom_id)
 
     def __enter__(self) -> Self:

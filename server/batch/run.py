@@ -3,6 +3,7 @@ connections are tried again; what is wrong with a request is its answer. A serve
 started again."""
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,7 @@ async def run_batch(
     concurrency: int,
     progress: Callable[[BatchResult], None] = lambda result: None,
 ) -> BatchResult:
-    """``client`` has the server's address. Raises ServerGoneError."""
+    """``client`` has the server's address. Raises ServerGoneError and BatchFileError."""
     result = BatchResult(num_before=len(output.done))
     before = frozenset(output.done)
     waiting = (request for request in batch.requests() if request.custom_id not in before)
@@ -60,7 +61,7 @@ async def run_batch(
         async with asyncio.TaskGroup() as tasks:
             for _ in range(concurrency):
                 tasks.create_task(_work(client, waiting, output, result, progress))
-    except* ServerGoneError as errors:
+    except* ModelError as errors:
         raise errors.exceptions[0] from None
     return result
 
@@ -97,12 +98,14 @@ async def _work(
 async def _send(client: httpx.AsyncClient, request: BatchRequest) -> httpx.Response:
     """Raises httpx.ReadTimeout and ServerGoneError."""
     num_attempts, waited = 0, 0.0
+    # As the file has it, a number such as NaN and half a character too: what is wrong with it the server says.
+    content = json.dumps(request.body).encode("ascii")
     while True:
         try:
-            answer = await client.post(request.url, json=request.body)
+            answer = await client.post(request.url, content=content, headers={"content-type": "application/json"})
         except httpx.ReadTimeout:
             raise
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             num_attempts += 1
             if num_attempts == MAX_ATTEMPTS:
                 raise ServerGoneError(

@@ -19,7 +19,7 @@ from server.settings import SettingsError
 POLL_SECONDS = 0.05  # each answer takes the interpreter from the load for a moment
 START_TIMEOUT = 600.0
 LATER_REQUESTS = 4
-_LISTENING = re.compile(r"listening on (http://\S+)")
+_LISTENING = re.compile(r'listening on (http://[^\s"]+)')  # in a line of text, or of JSON
 _PHASE = re.compile(r'^gemserve_startup_duration_seconds\{phase="(\w+)"\} (\S+)$', re.MULTILINE)
 _BODY = {"prompt": [2, *range(100, 115)], "max_tokens": 8, "ignore_eos": True, "temperature": 0}
 
@@ -54,8 +54,11 @@ def measure_starts(count: int, arguments: str, progress: Callable[[str], None] =
 
 
 def measure_start(arguments: str) -> Start:
+    try:
+        command = [sys.executable, "-m", "server", "serve", "--port", "0", *shlex.split(arguments)]
+    except ValueError as error:
+        raise SettingsError(f"--serve-arguments: {error}") from None
     began = time.monotonic()
-    command = [sys.executable, "-m", "server", "serve", "--port", "0", *shlex.split(arguments)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         log = _Log(process)
         try:

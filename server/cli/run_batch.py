@@ -35,6 +35,7 @@ LOCAL_SETTINGS = (
     "strict_roles",
     "strict_context",
     "cache_dir",
+    "weight_cache",
     "step_timeout",
     "debug_invariants",
 )

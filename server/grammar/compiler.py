@@ -27,6 +27,7 @@ COMPILE_SECONDS = 1.5
 COMPILE_THREADS = 2
 # Of text that leaves no choice. The library gives up on endless ones at some 60,000.
 MAX_FORCED_BYTES = 32 * 1024
+_ENDLESS = f"begins with more than {MAX_FORCED_BYTES} bytes that leave no choice, or must hold itself and never comes to an end"
 # The library descends by recursion, some 10 kB for each reference of a chain; the size limits keep chains below 16 000.
 COMPILE_STACK_BYTES = 512 * 1024 * 1024
 MAX_MASK_THREADS = 8
@@ -127,7 +128,7 @@ class GrammarCompiler:
         if isinstance(source.value, CallRules):
             self._check_arguments(matcher, source.value)
         elif _is_endless(matcher.deep_copy()):
-            raise GrammarError("what follows it never comes to an end; it must hold itself")
+            raise GrammarError(f"what follows it {_ENDLESS}")
         try:
             return CompiledGrammar(matcher, vocabulary.eos_token, self._mask_threads)
         except GrammarFault as error:
@@ -140,7 +141,7 @@ class GrammarCompiler:
             state = matcher.deep_copy()
             state.consume_tokens(self._tokenizer.encode_plain(call_head(function.name)))
             if _is_endless(state):
-                raise GrammarError(f"arguments of the function '{function.name}' never come to an end")
+                raise GrammarError(f"arguments of the function '{function.name}': what follows their schema {_ENDLESS}")
 
     def warm_up(self) -> LLTokenizer:
         """The view of the vocabulary; one or two seconds of work the first time for hundreds of thousands of tokens."""
@@ -161,7 +162,8 @@ def _too_slow() -> GrammarError:
 
 
 def _is_endless(state: LLMatcher) -> bool:
-    """Whether the text is forced to go on for ever from here, as that of a schema that must hold itself."""
+    """Whether the text is forced to go on for ever from here, as that of a schema that must hold itself, or for so long that it
+    looks like that."""
     return len(state.compute_ff_bytes()) > MAX_FORCED_BYTES or state.is_error()
 
 

@@ -13,6 +13,7 @@ from tests.tiny import write_tiny_folder
 def test_a_start_is_measured_until_ready_and_beyond(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_tiny_folder(tmp_path / "tiny")
     arguments = f"{model} --dtype float32 --num-threads 1 --kv-cache-memory 64MiB --max-num-seqs 4 --max-num-batched-tokens 64"
+    arguments += " --log-format json"  # the address is found in it too
     assert main(["bench", "--start", "1", "--json", "--serve-arguments", arguments]) == 0
     output = capsys.readouterr()
     assert "start 1 of 1: ready after" in output.err
@@ -31,10 +32,17 @@ def test_a_server_that_does_not_come_up_is_told(tmp_path: Path, capsys: pytest.C
     assert "missing.gguf" in told
 
 
-@pytest.mark.parametrize("arguments", [["--start", "0"], ["--start", "1", "http://127.0.0.1:1"]])
-def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--start", "0"], "--start takes a number from 1 on"),
+        (["--start", "1", "http://127.0.0.1:1"], "--start takes a number from 1 on"),
+        (["--start", "1", "--serve-arguments", "'"], "--serve-arguments: No closing quotation"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *arguments]) == 2
-    assert "--start takes a number from 1 on" in capsys.readouterr().err
+    assert told in capsys.readouterr().err
 
 
 def test_the_table_ends_with_medians() -> None:

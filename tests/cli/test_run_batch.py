@@ -1,6 +1,9 @@
 """``gemserve run-batch``: every request gets one answer, whatever happens to the run."""
 
+import errno
+import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +16,7 @@ from typing import Any
 import pytest
 
 from server.__main__ import main
+from server.batch import files as batch_files
 from server.batch import run as batch_run
 from tests.fakes import HANG, POISON, FakeRunner, fake_engine_factory
 from tests.http.live_server import LiveServer, live_server
@@ -59,8 +63,11 @@ MIXED = [
     line("nowhere", "/v1/nowhere", prompt="Hello"),
     line("fault", prompt=[2, POISON]),
     line("ünicode", prompt="日本", max_tokens=1),
+    line("half a character", prompt="\ud800"),
+    line("half an id \ud800", prompt="x", max_tokens=0),
+    line("no number", prompt="x", temperature=float("nan")),
 ]
-STATUS = {"wrong": 400, "nowhere": 404, "fault": 500}
+STATUS = {"wrong": 400, "nowhere": 404, "fault": 500, "half a character": 400, "no number": 400}
 
 
 def test_every_request_has_its_answer_whatever_it_is(
@@ -79,7 +86,7 @@ def test_every_request_has_its_answer_whatever_it_is(
     assert found["wrong"]["response"]["body"]["error"]["param"] == "temperature"
     assert found["vector"]["response"]["body"]["data"][0]["embedding"]
     summary = capsys.readouterr().err.splitlines()[-1]
-    assert "8 requests: 5 succeeded, 3 failed, 0 were answered before" in summary
+    assert "11 requests: 6 succeeded, 5 failed, 0 were answered before" in summary
     assert "10 generated tokens" in summary
 
 
@@ -166,6 +173,42 @@ def test_a_server_that_is_gone_ends_the_run_and_not_its_requests(
     assert target.read_bytes() == b""
 
 
+def test_a_disk_that_is_full_ends_the_run_with_one_line(
+    server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class FullFile(io.BytesIO):
+        def write(self, data: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    opened = batch_files.BatchOutput.__init__
+
+    def open_full(output: batch_files.BatchOutput, *arguments: Any) -> None:
+        opened(output, *arguments)
+        output._file.close()
+        output._file = FullFile()  # type: ignore[assignment]
+
+    monkeypatch.setattr(batch_files.BatchOutput, "__init__", open_full)
+    lines = [line(str(index), prompt="x", max_tokens=1) for index in range(4)]
+    source = write(tmp_path / "in.jsonl", lines)
+    assert run(source, tmp_path / "out.jsonl", "--url", server.url, "--concurrency", "2") == 1
+    assert "No space left on device; run the same command again" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_an_input_that_changes_while_it_is_read_ends_the_run_with_one_line(
+    server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "in.jsonl", [line("a", prompt="x", max_tokens=1), line("b", prompt="x", max_tokens=1)])
+    opened = batch_files.BatchOutput.__init__
+
+    def change_first(output: batch_files.BatchOutput, *arguments: Any) -> None:
+        opened(output, *arguments)
+        write(source, [line("a", prompt="x", max_tokens=1), "{\n"])
+
+    monkeypatch.setattr(batch_files.BatchOutput, "__init__", change_first)
+    assert run(source, tmp_path / "out.jsonl", "--url", server.url, "--concurrency", "1") == 1
+    assert "line 2 has changed" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_request_that_takes_too_long_is_an_error_of_its_line(tmp_path: Path) -> None:
     source, target = write(tmp_path / "in.jsonl", [line("a", prompt="x", max_tokens=400)]), tmp_path / "out.jsonl"
     with live_server(fake_engine_factory(FakeRunner(step_delay=0.05))) as slow:
@@ -184,6 +227,8 @@ def test_a_request_that_takes_too_long_is_an_error_of_its_line(tmp_path: Path) -
         ([line("a", prompt="x"), "\n", line("a", prompt="y")], "line 3: custom_id 'a' is that of line 1 too"),
         ([{**line("a", prompt="x"), "method": "GET"}], "line 1: method"),
         ([line("a", "http://elsewhere/v1/completions", prompt="x")], "line 1: url"),
+        ([line("a", "/v1/completions\0", prompt="x")], "line 1: url"),
+        ([line("a", "/v1/\ud800", prompt="x")], "line 1: url"),
         ([{**line("a"), "body": "x"}], "line 1: body"),
         ([line("a", prompt="x", stream=True)], "line 1: body.stream"),
         ([line("", prompt="x")] * 12, "and 2 more"),
@@ -203,6 +248,7 @@ def test_options_that_contradict_are_refused(tmp_path: Path, capsys: pytest.Capt
     other = write(tmp_path / "other.jsonl", [{"custom_id": "b"}])
     options: list[Callable[[], int]] = [
         lambda: run(source, other, "--url", "http://127.0.0.1:9"),
+        lambda: run(source, write(tmp_path / "list.jsonl", [{"custom_id": ["a"]}]), "--url", "http://127.0.0.1:9"),
         lambda: run(source, source, "--url", "http://127.0.0.1:9"),
         lambda: run(tmp_path / "missing.jsonl", target, "--url", "http://127.0.0.1:9"),
         lambda: run(source, tmp_path / "no" / "out.jsonl", "--url", "http://127.0.0.1:9"),

@@ -224,7 +224,7 @@ class TestRenames:
 
     def test_drain(self) -> None:
         with pytest.raises(AssertionError, match="is killed before"):
-            checks.check_drain(self.changed("terminationGracePeriodSeconds: 150", "terminationGracePeriodSeconds: 135"))
+            checks.check_drain(self.changed("terminationGracePeriodSeconds: 150", "terminationGracePeriodSeconds: 132"))
 
     def test_ray_argument(self) -> None:
         rayservice = KUBERNETES / "overlays" / "rayservice"

@@ -1,6 +1,7 @@
 """Packed weights on disk: what is read equals what was packed, and whatever is wrong with an entry or the disk, models load."""
 
 import errno
+import fcntl
 import logging
 import os
 import shutil
@@ -8,12 +9,17 @@ import time
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 
 from model import weight_cache as weight_cache_module
 from model.checkpoint import open_checkpoint
+from model.host import anonymous_memory
+from model.ops import cpu
 from model.ops.cpu import CpuOps
+from model.ops.cpu_build import BuildError
+from model.ops.reference import ReferenceOps
 from model.runner import ModelRunner
 from model.weight_cache import WeightCache, weight_cache_key
 from tests.model.harness import Harness
@@ -131,6 +137,73 @@ def test_a_folder_that_cannot_be_made_costs_a_line(tmp_path: Path, caplog: pytes
 
 
 @needs_kernels
+def test_a_folder_that_may_not_be_entered_ends_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(file: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "exists", refused)
+        cache = cache_in(tmp_path)
+    load(TINY_FOLDER / NAME, cache)
+    assert entry_in(tmp_path).stat().st_size > 0
+
+
+@needs_kernels
+def test_a_start_without_the_kernels_leaves_their_entry_alone(
+    packed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one with a GPU does, or one where the compiler was removed."""
+
+    def missing() -> None:
+        raise BuildError("no C++ compiler was found")
+
+    monkeypatch.setattr(cpu, "load_library", missing)
+    before = entry_in(packed).read_bytes()
+    runner = load(TINY_FOLDER / NAME, cache_in(packed))
+    assert type(runner.ops) is ReferenceOps
+    assert "packed weights" not in caplog.text
+    assert entry_in(packed).read_bytes() == before
+    assert torch.equal(logits(runner), logits(load(TINY_FOLDER / NAME, None)))
+
+
+@needs_kernels
+def test_weights_are_read_where_the_system_has_no_huge_pages(
+    packed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(weight_cache_module.mmap, "MADV_HUGEPAGE", 9999)
+    cache = cache_in(packed)
+    load(TINY_FOLDER / NAME, cache)
+    assert "are not used" not in caplog.text
+
+
+def test_weights_lie_in_private_memory_which_is_what_huge_pages_are_given_to() -> None:
+    memory = anonymous_memory(8 << 20)
+    address = np.frombuffer(memory, dtype=np.uint8).ctypes.data
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        area, kind, *_ = line.split()
+        first, end = (int(number, 16) for number in area.split("-"))
+        if first <= address < end:
+            assert kind.endswith("p"), line
+            return
+    pytest.fail("the memory is not there")
+
+
+@needs_kernels
+def test_of_starts_at_the_same_time_one_writes(tmp_path: Path) -> None:
+    first, second = cache_in(tmp_path), cache_in(tmp_path)
+    half_written = tmp_path / ".writing-key-other"
+    half_written.touch()
+    with half_written.open("rb") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        load(TINY_FOLDER / NAME, first)
+        assert list(tmp_path.iterdir()) == [half_written]
+    load(TINY_FOLDER / NAME, first)  # whoever wrote it has ended without
+    written = entry_in(tmp_path).stat()
+    load(TINY_FOLDER / NAME, second)
+    assert entry_in(tmp_path).stat() == written
+
+
+@needs_kernels
 def test_what_is_too_small_to_be_slow_is_not_kept(tmp_path: Path) -> None:
     load(TINY_FOLDER / NAME, WeightCache(tmp_path, "key"))
     assert list(tmp_path.iterdir()) == []
@@ -148,11 +221,16 @@ def test_entries_used_longest_ago_and_abandoned_files_make_room(
     size = entry_in(packed).stat().st_size
     monkeypatch.setattr(weight_cache_module, "MAX_TOTAL_BYTES", int(2.5 * size))
     now = time.time()
-    for name, age in (("old.weights", 50), ("older.weights", 90), (".writing-now", 10), (".writing-abandoned", 4000)):
+    entries = {"old.weights": 50, "older.weights": 90}
+    half_written = {".writing-now": -600, ".writing-locked": 600, ".writing-killed": 600, ".writing-abandoned": 4000}
+    for name, age in (entries | half_written).items():
         shutil.copy(entry_in(packed), tmp_path / name)
         os.utime(tmp_path / name, (now - age, now - age))
-    load(TINY_FOLDER / NAME, cache_in(tmp_path))
-    assert {file.name for file in tmp_path.iterdir()} == {"key.weights", "old.weights", ".writing-now"}
+    with (tmp_path / ".writing-locked").open("rb") as locked, (tmp_path / ".writing-abandoned").open("rb") as ancient:
+        for stream in (locked, ancient):
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        load(TINY_FOLDER / NAME, cache_in(tmp_path))
+    assert {file.name for file in tmp_path.iterdir()} == {"key.weights", "old.weights", ".writing-now", ".writing-locked"}
     os.utime(tmp_path / "old.weights", (now - 5, now - 5))
     os.utime(tmp_path / "key.weights", (now - 50, now - 50))
     load(TINY_FOLDER / NAME, cache_in(tmp_path))  # a use makes it the youngest
@@ -190,4 +268,4 @@ def test_the_key_names_all_that_packed_weights_depend_on(tmp_path: Path, monkeyp
 def test_restored_weights_are_those_of_this_backend(packed: Path, tmp_path: Path) -> None:
     runner = load(TINY_FOLDER / NAME, cache_in(packed))
     assert isinstance(runner.ops, CpuOps)
-    assert runner.model.packed_forms() is not None
+    assert runner.model.packed_forms().keys() == runner.model.weight_owners().keys()

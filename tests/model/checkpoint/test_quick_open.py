@@ -76,7 +76,7 @@ def test_damaged_strings_are_refused_the_same(damage: str, monkeypatch: pytest.M
     assert messages[0] == messages[1]
 
 
-@pytest.mark.parametrize("sizes", [[3, 1, 2], [2, 1], [1], [2, 2.5], [1.5, 2]])
+@pytest.mark.parametrize("sizes", [[3, 1, 2], [2, 1], [1], [2, 2.5], [1.5, 2], [0, 1, 0], [0, 0]])
 def test_parts_are_joined_whatever_their_sizes(sizes: list[float], tmp_path: Path) -> None:
     """In pages. All but the last must be whole for the parts to be mapped; else they are read."""
     generator = np.random.default_rng(0)

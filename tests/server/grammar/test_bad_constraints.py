@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 from model.grammar_state import GrammarFault
 from server.grammar import compiler as compiler_module
-from server.grammar.compiler import COMPILE_THREADS, CompiledGrammar, GrammarCompiler
+from server.grammar.compiler import CompiledGrammar, GrammarCompiler
 from server.grammar.source import GrammarError, GrammarSource
 from tests.fakes import fake_tokenizer
 from tests.server.grammar.walks import ENDS, source, walk
@@ -68,6 +69,12 @@ def test_a_bad_constraint_is_refused_in_time(kind: str, value: object) -> None:
     assert time.process_time() - started < 2
     assert 0 < len(str(refusal.value)) < 500
     assert isinstance(compiler.compile_now(source("regex", "[0-9]{5}")), CompiledGrammar)
+
+
+@pytest.mark.parametrize(("kind", "value"), [("choice", ["ab" * 20_000]), ("json", {"const": "ab" * 20_000})])
+def test_a_long_text_without_a_choice_is_refused_for_its_length(kind: str, value: object) -> None:
+    with pytest.raises(GrammarError, match="more than 32768 bytes that leave no choice"):
+        GrammarCompiler(fake_tokenizer()).compile_now(source(kind, value))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +138,6 @@ def test_a_compilation_that_takes_too_long_is_left_behind(monkeypatch: pytest.Mo
         compiler.warm_up()
         with pytest.raises(GrammarError, match="seconds to compile"):
             await compiler.compile(GrammarSource("regex", "a", "stuck"))
-        monkeypatch.setattr(compiler_module, "COMPILE_SECONDS", 60)
         for _ in range(5):
             await compiler.compile(source("regex", "[0-9]{5}"))
         go_on.set()
@@ -142,17 +148,26 @@ def test_a_compilation_that_takes_too_long_is_left_behind(monkeypatch: pytest.Mo
 
 def test_the_vocabulary_is_made_once_when_it_is_first_needed_and_counts_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes seconds for a real model, longer than a constraint may."""
-    monkeypatch.setattr(compiler_module, "COMPILE_SECONDS", 0.5)
     made: list[str] = []
+    begun, released = threading.Event(), threading.Event()
     vocabulary = compiler_module._Vocabulary
 
     def slow(tokenizer: object) -> object:
         made.append(threading.current_thread().name)
-        time.sleep(1.5)
-        monkeypatch.setattr(compiler_module, "COMPILE_SECONDS", 60)  # for what begins now
+        begun.set()
+        assert released.wait(60)
         return vocabulary(tokenizer)  # type: ignore[arg-type]
 
     monkeypatch.setattr(compiler_module, "_Vocabulary", slow)
+    monkeypatch.setattr(compiler_module, "COMPILE_SECONDS", 60)
+    clocks: list[GrammarCompiler] = []
+    in_thread = GrammarCompiler._in_thread
+
+    def timed(compiler: GrammarCompiler, work: Callable[[], CompiledGrammar]) -> Awaitable[CompiledGrammar]:
+        clocks.append(compiler)
+        return in_thread(compiler, work)
+
+    monkeypatch.setattr(GrammarCompiler, "_in_thread", timed)
 
     async def scenario() -> list[object]:
         compiler = GrammarCompiler(fake_tokenizer())
@@ -160,12 +175,16 @@ def test_the_vocabulary_is_made_once_when_it_is_first_needed_and_counts_for_nobo
         leaving = asyncio.create_task(compiler.compile(source("regex", "[0-9]{5}")))
         await asyncio.sleep(0)
         leaving.cancel()  # harms nobody who waits for the same
-        waiting = [compiler.compile(source("regex", "[0-9]{5}")) for _ in range(4)]
+        waiting = [asyncio.create_task(compiler.compile(source("regex", "[0-9]{5}"))) for _ in range(4)]
+        await asyncio.to_thread(begun.wait, 60)
+        assert clocks == []  # nobody's time runs yet
+        released.set()
         return await asyncio.gather(*waiting, leaving, return_exceptions=True)
 
     *compiled, left = asyncio.run(scenario())
     assert all(isinstance(grammar, CompiledGrammar) for grammar in compiled), compiled
     assert isinstance(left, asyncio.CancelledError)
+    assert len(clocks) == 4
     assert len(made) == 1
     assert made[0] != threading.current_thread().name
 
@@ -188,47 +207,3 @@ def test_a_vocabulary_that_cannot_be_made_is_tried_again(monkeypatch: pytest.Mon
         return await compiler.compile(source("regex", "[0-9]{5}"))
 
     assert isinstance(asyncio.run(scenario()), CompiledGrammar)
-
-
-def test_schemas_that_nobody_waits_for_any_more_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their thread would keep its place for as long as there are schemas."""
-    monkeypatch.setattr(compiler_module, "COMPILE_SECONDS", 0.1)
-    read = []
-
-    def slow(schema: dict[str, object]) -> None:
-        read.append(schema)
-        time.sleep(0.05)
-
-    monkeypatch.setattr(compiler_module, "check_schema", slow)
-
-    async def scenario() -> None:
-        compiler = GrammarCompiler(fake_tokenizer())
-        with pytest.raises(GrammarError, match="seconds to compile"):
-            await compiler.first_fault([{}] * 1000)
-        async with asyncio.timeout(60):
-            for _ in range(COMPILE_THREADS):
-                await compiler._places.acquire()
-        compiler.close()
-
-    asyncio.run(scenario())
-    assert len(read) < 1000
-
-
-def test_a_thread_that_cannot_be_started_leaves_its_place_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(work: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    async def scenario() -> None:
-        compiler = GrammarCompiler(fake_tokenizer())
-        compiler.warm_up()
-        with monkeypatch.context() as patches:
-            patches.setattr(compiler_module, "_start_thread", refuse)
-            for _ in range(COMPILE_THREADS):
-                with pytest.raises(RuntimeError):
-                    await compiler.compile(source("regex", "a"))
-        monkeypatch.setattr(compiler_module, "COMPILE_SECONDS", 60)
-        async with asyncio.timeout(60):
-            await compiler.compile(source("regex", "a"))
-        compiler.close()
-
-    asyncio.run(scenario())
