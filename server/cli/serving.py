@@ -35,6 +35,7 @@ TERMS = "Gemma is provided under and subject to the Gemma Terms of Use found at 
 # Requests that the drain ended at its deadline still get to send their last event.
 LAST_EVENTS_SECONDS = 2
 HURRIED_EVENTS_SECONDS = 0.5
+HURRY_SECONDS = 0.1  # between looks for a second signal
 # Files, libraries and pipes that are open besides the clients' connections.
 OTHER_DESCRIPTORS = 128
 EXIT_INTERRUPTED = 130
@@ -48,7 +49,7 @@ class Server(uvicorn.Server):
         self.fault: BaseException | None = None
         self._state = state
         self._metrics_listener = metrics_listener
-        self._is_told_twice = asyncio.Event()
+        self._is_told_twice = False
 
     @property
     def has_native_work(self) -> bool:
@@ -85,15 +86,15 @@ class Server(uvicorn.Server):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called in the main thread, which is that of the event loop."""
-        if self.should_exit:
-            self._is_told_twice.set()
+        """Called in the main thread, wherever the event loop stands just then: nothing of the loop's may be touched here."""
+        self._is_told_twice = self.should_exit
         self._captured_signals.append(sig)
         self.should_exit = True
 
     async def _hurry(self, engine: "AsyncEngine | None") -> None:
         """At a second signal, whichever, what still runs gets its error event and no more than the time to send it."""
-        await self._is_told_twice.wait()
+        while not self._is_told_twice:
+            await asyncio.sleep(HURRY_SECONDS)
         if engine is not None:
             await engine.drain(0.0)
         await asyncio.sleep(HURRIED_EVENTS_SECONDS)
