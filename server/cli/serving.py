@@ -93,7 +93,7 @@ class Server(uvicorn.Server):
 
     async def _hurry(self, engine: "AsyncEngine | None") -> None:
         """At a second signal, whichever, what still runs gets its error event and no more than the time to send it."""
-        while not self._is_told_twice:
+        while not self._is_told_twice:  # noqa: ASYNC110  a signal handler must not touch an Event
             await asyncio.sleep(HURRY_SECONDS)
         if engine is not None:
             await engine.drain(0.0)
