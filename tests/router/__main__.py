@@ -22,7 +22,7 @@ import httpx
 from tests.deploy.replicas import Replica, replicas, wait_until
 from tests.tiny import write_tiny_folder
 
-LACKING = ("/v1/embeddings", "/v1/rerank", "/v1/responses", "/v1/audio/speech", "/pooling")
+LACKING = ("/v1/rerank", "/v1/audio/speech", "/pooling")
 FLAGS = ("--served-model-name", "tiny", "--kv-cache-memory", "64MiB", "--shutdown-timeout", "30")
 NUM_PREFIXES, NUM_QUESTIONS, PREFIX_CHARACTERS, FIRST_TOKENS = 8, 3, 1600, 60
 NUM_CLIENTS, NUM_LOAD_REQUESTS, LOAD_TOKENS = 6, 60, 100
