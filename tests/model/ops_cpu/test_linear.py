@@ -104,7 +104,9 @@ def test_int4_rounds_no_group_worse_than_the_plain_rule_and_what_fits_exactly() 
     fitting[:, :, 7] = -8
     weight[20:] = (fitting * 2.0**-6).view(45, -1)[20:]
     packed = ops.pack_linear(weight, "down")
-    assert packed.nbytes == 48 * 128 // 2 + 48 * 4 * 2  # panels of 16 features; half a byte a weight and a float16 a group
+    panel = 32 if "AVX-512" in ops.name else 16  # features; the last panel is filled up
+    padded = -(-45 // panel) * panel
+    assert packed.nbytes == padded * 128 // 2 + padded * 4 * 2  # half a byte a weight and a float16 a group
     errors = (ops.linear(torch.eye(128), packed).T - weight).view(45, 4, GROUP)
     assert errors[20:].abs().max() < 1e-6
     groups = weight.view(45, 4, GROUP)
