@@ -4,6 +4,7 @@ connection beyond the limit an idle one is closed; where none is idle, it is ans
 reaches the application, so it is neither counted nor logged there."""
 
 import asyncio
+import itertools
 from typing import TYPE_CHECKING, Literal
 
 from server.api.wire_values import encode_json
@@ -34,6 +35,7 @@ def http_protocol(read_timeout: float, max_connections: int = 0) -> type[asyncio
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
     except ImportError:
         return "auto"
+    order = itertools.count()
 
     class BoundedProtocol(HttpToolsProtocol):
         """``_part``: what the next byte belongs to. ``_num_pending``: bytes that came and are no piece of a body: of a head, of
@@ -44,12 +46,12 @@ def http_protocol(read_timeout: float, max_connections: int = 0) -> type[asyncio
         _has_body = False
         _is_refused = False
         _timer: asyncio.TimerHandle | None = None
-        _idle_since = 0.0  # time of the loop
+        _idle_since = 0  # a count, since the clock of uvloop has only milliseconds
         _running: RequestResponseCycle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self._idle_since = self.loop.time()
+            self._idle_since = next(order)
             self._start_timer()
             if max_connections and len(self.connections) > max_connections:
                 self._make_room()
@@ -112,7 +114,7 @@ def http_protocol(read_timeout: float, max_connections: int = 0) -> type[asyncio
             self._refuse(ApiError(400, msg))
 
         def on_response_complete(self) -> None:
-            self._idle_since = self.loop.time()
+            self._idle_since = next(order)
             super().on_response_complete()
             if self._part == "body" and self._is_unused() and not self.transport.is_closing():
                 self._unset_keepalive_if_required()
