@@ -45,7 +45,7 @@ class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: LegacyLogprobsSchema | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length"]
     token_ids: list[int] = Field(default_factory=list, description="With return_token_ids.")
     prompt_token_ids: list[int] = Field(default_factory=list, description="With return_token_ids.")
     prompt_logprobs: PromptLogprobs = Field(default_factory=list, description="With prompt_logprobs.")
@@ -209,6 +209,13 @@ class MessageText(BaseModel):
     text: str
 
 
+class MessageToolUse(BaseModel):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
 class MessageUsage(BaseModel):
     input_tokens: int
     cache_creation_input_tokens: int
@@ -221,8 +228,8 @@ class MessageResponse(BaseModel):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[MessageText]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence"] | None
+    content: list[MessageText | MessageToolUse]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
     stop_sequence: str | None
     usage: MessageUsage
 

@@ -83,7 +83,7 @@ async def compile_constraint(
     if use is None:
         return await compile_grammar(loaded, content, metrics)
     if not use.must_call and content is None:
-        await _check_schemas(loaded, use.functions)
+        await check_schemas(loaded, use.functions)
         return None
     rules = CallRules(use.functions, use.several, None if use.must_call else content)
     try:
@@ -106,7 +106,8 @@ async def _faulty_part(loaded: LoadedEngine, rules: CallRules) -> tuple[str, str
     return None
 
 
-async def _check_schemas(loaded: LoadedEngine, functions: Sequence[Function]) -> None:
+async def check_schemas(loaded: LoadedEngine, functions: Sequence[Function]) -> None:
+    """Whether they are schemas at all. Raises ApiError."""
     try:
         fault = await loaded.grammars.first_fault([function.schema for function in functions])
     except GrammarError as error:

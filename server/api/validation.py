@@ -49,12 +49,6 @@ class ParsedRequest(Generic[Model]):
         return {IGNORED_HEADER: ", ".join(safe)[:_MAX_HEADER_CHARACTERS]}
 
 
-def request_body(schema: str) -> dict[str, Any]:
-    """For the OpenAPI description. Bodies are read by hand, so their schemas are named by hand; ``openapi`` adds components."""
-    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
 async def read_json_object(request: Request, ticket: BodyTicket, timeout_seconds: float | None) -> dict[str, Any]:
     """The body as a JSON object. The size is counted while the body arrives, so that a lie in Content-Length buys nothing; all
     of it has to arrive within ``timeout_seconds``."""
