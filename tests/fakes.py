@@ -92,7 +92,8 @@ def token_logprobs(prefix: Sequence[int], token_id: int, num_top: int) -> TokenL
         return -0.25 if token == best else -1.0 - token / 64
 
     top = [best, *(token for token in range(FIRST_TEXT, FIRST_TEXT + num_top + 1) if token != best)][:num_top]
-    return TokenLogprobs(token_id, logprob(token_id), [(token, logprob(token)) for token in top])
+    rank = 1 if token_id == best else token_id + 1 + (best > token_id)
+    return TokenLogprobs(token_id, logprob(token_id), [(token, logprob(token)) for token in top], rank)
 
 
 @dataclass
