@@ -28,7 +28,7 @@ from server.engine_metrics import EngineCollector
 from server.errors import ApiError, ClientDisconnectedError, invalid_request, method_not_supported, unknown_url
 from server.host_check import HostMiddleware
 from server.metrics import Metrics
-from server.middleware import CLIENT_CLOSED_REQUEST, ApiKeyMiddleware, RequestContextMiddleware
+from server.middleware import CLIENT_CLOSED_REQUEST, ApiKeyMiddleware, Refusals, RequestContextMiddleware
 from server.settings import Settings
 from server.state import ServerState
 from server.stats_log import log_stats
@@ -94,8 +94,9 @@ def create_app(
     app.include_router(tokenize_routes.create_router())
     app.include_router(docs_routes.create_router())
     # The last one added is the outermost.
-    app.add_middleware(ApiKeyMiddleware, keys=api_keys(settings), metrics=metrics)
-    app.add_middleware(HostMiddleware, host=settings.host, allowed_hosts=settings.allowed_hosts, metrics=metrics)
+    refusals = Refusals(metrics, state.tracer)
+    app.add_middleware(ApiKeyMiddleware, keys=api_keys(settings), refusals=refusals)
+    app.add_middleware(HostMiddleware, host=settings.host, allowed_hosts=settings.allowed_hosts, refusals=refusals)
     app.add_middleware(RequestContextMiddleware, metrics=metrics)
     app.add_middleware(UnreadBodyMiddleware, read_timeout=settings.read_timeout)
     app.add_exception_handler(ApiError, _on_api_error)

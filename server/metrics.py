@@ -49,6 +49,7 @@ ROUTES: Final = (
     "/metrics",
     "/version",
     "/openapi.json",
+    "/docs",
     "/tokenizer_info",
     "/tokenize",
     "/detokenize",

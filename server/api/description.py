@@ -68,11 +68,13 @@ def answers(
     unavailable: type[BaseModel] | None = None,
     events: Mapping[str, Any] | None = None,
 ) -> dict[int | str, dict[str, Any]]:
-    """For a route's ``responses``. ``ok``: the model of a 200, None where it is no JSON. ``unavailable``: what else a 503 may
+    """For a route's ``responses``. ``ok``: the model of a 200, None where it is plain text. ``unavailable``: what else a 503 may
     hold. ``events``: the schema of the events of a stream, see ``event_stream``. ``is_open``: no key is needed."""
     statuses = {*_ALWAYS, *(_WITH_BODY if takes_body else ()), *([404] if knows_models else ())} - ({401} if is_open else set())
     found: dict[int | str, dict[str, Any]] = {200: _answer(200, ok, is_anthropic)}
     found[200]["headers"] |= {**(_IGNORED if takes_body else {}), **(_TIMINGS if computes else {})}
+    if ok is None:
+        found[200]["content"] = {"text/plain": {"schema": {"type": "string"}}}
     if events is not None:
         found[200]["content"] = {"text/event-stream": {"itemSchema": events}}
     for status in sorted(statuses):

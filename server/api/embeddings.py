@@ -22,7 +22,7 @@ from server.api.generation_plan import GenerationPlan, PromptPlan
 from server.api.generation_routes import GenerationEndpoint
 from server.api.priority import checked_priority
 from server.api.prompts import encode_prompt, in_thread, prompt_list
-from server.api.request_schemas import PROMPT_JSON_SCHEMA, GenerationBody, Truncation, check_prompts
+from server.api.request_schemas import GenerationBody, Truncation, check_prompts, prompt_schema
 from server.api.response_schemas import EmbeddingsResponse
 from server.api.wire_values import ResponseHead, encode_json
 from server.engine.loaded import LoadedEngine
@@ -40,7 +40,7 @@ def _check_input(value: object) -> object:
 
 
 class EmbeddingRequest(GenerationBody):
-    input: Annotated[Any, BeforeValidator(_check_input), PROMPT_JSON_SCHEMA] = Field(
+    input: Annotated[Any, BeforeValidator(_check_input), prompt_schema(MAX_INPUTS, min_length=1)] = Field(
         description="Text gets one beginning-of-sequence token; token ids are used as they are."
     )
     encoding_format: Literal["float", "base64"] | None = Field(None, description="base64: of float32, little-endian.")

@@ -4,7 +4,7 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 
 from server.api.context import state_of
 from server.api.description import answers
@@ -79,7 +79,7 @@ def create_router(*, serves_metrics: bool = True) -> APIRouter:
 
     if serves_metrics:
 
-        @router.get("/metrics", response_class=PlainTextResponse, responses=answers(None))
+        @router.get("/metrics", response_class=Response, responses=answers(None))
         async def metrics(request: Request) -> Response:
             return await metrics_response(state_of(request).metrics)
 

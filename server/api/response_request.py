@@ -80,9 +80,7 @@ class ResponseTextPart(WireModel):
 
 
 _ITEMS_SCHEMA = {"type": "array", "items": {"$ref": "#/components/schemas/ResponseItem"}, "minItems": 1, "maxItems": MAX_MESSAGES}
-_PARTS_SCHEMA = {
-    "anyOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#/components/schemas/ResponseTextPart"}}]
-}
+_PARTS_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#/components/schemas/ResponseTextPart"}}]}
 Parts = Annotated[list[ResponseTextPart], BeforeValidator(_check_parts), WithJsonSchema(_PARTS_SCHEMA)]
 CallId = Annotated[str, Field(max_length=512)]
 

@@ -15,6 +15,7 @@ from server.api.prompts import chat_conversation, chat_functions, check_token_id
 from server.api.response_schemas import DetokenizeResponse, TokenizeResponse, TokenizerInfo
 from server.api.responses import JsonResponse
 from server.api.tokenize_schemas import DetokenizeRequest, TokenizeRequest
+from server.api.tools import check_schemas, tool_use
 from server.api.validation import ParsedRequest, parse_request, read_json_object
 from server.engine.loaded import LoadedEngine
 from server.errors import invalid_request, model_not_found
@@ -45,10 +46,14 @@ def tokenizer_info(tokenizer: Tokenizer, max_model_len: int) -> dict[str, Any]:
 async def _tokenize(state: ServerState, loaded: LoadedEngine, parsed: ParsedRequest[TokenizeRequest]) -> Response:
     body, tokenizer = parsed.body, loaded.tokenizer
     if body.messages is not None:
+        # What a chat refuses is refused here, and what it shows the model by default is shown.
+        use = tool_use(chat_functions(body.tools), None, None)
+        if use is not None:
+            await check_schemas(loaded, use.functions)
         token_ids = await encode_chat(
             state,
             tokenizer,
-            chat_conversation(body.messages, chat_functions(body.tools)),
+            chat_conversation(body.messages, () if use is None else use.shown),
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )

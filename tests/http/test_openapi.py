@@ -18,7 +18,9 @@ HELLO = [{"role": "user", "content": "Hello"}]
 COMPLETION = {"prompt": "Hello", "max_tokens": 3}
 
 
-def changed(response: httpx.Response, *, text: str | None = None, status: int | None = None, **headers: str | None) -> httpx.Response:
+def changed(
+    response: httpx.Response, *, text: str | None = None, status: int | None = None, **headers: str | None
+) -> httpx.Response:
     """The same answer with something else in it."""
     given = {**response.headers, **{name.replace("_", "-"): value for name, value in headers.items()}}
     kept = {name: value for name, value in given.items() if value is not None and name != "content-length"}
@@ -57,9 +59,13 @@ def test_the_check_sees_what_is_not_described(server: LiveServer) -> None:
             check_answer(answer)
 
 
-@pytest.mark.parametrize("stream", [{}, {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}, STREAM_USAGE])
 @pytest.mark.parametrize(
-    "options", [{}, {"return_token_ids": True, "return_timings": True, "return_tokens_as_token_ids": True}, {"max_tokens": 0}], ids=str
+    "stream", [{}, {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}, STREAM_USAGE]
+)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"return_token_ids": True, "return_timings": True, "return_tokens_as_token_ids": True}, {"max_tokens": 0}],
+    ids=str,
 )
 def test_answers_with_all_that_can_be_asked_for(server: LiveServer, options: dict[str, Any], stream: dict[str, Any]) -> None:
     """`post` checks them."""
@@ -68,7 +74,9 @@ def test_answers_with_all_that_can_be_asked_for(server: LiveServer, options: dic
     for fields in ({"logprobs": 2, "echo": True}, {"logprobs": 2, **labels}, {"n": 2, "seed": 3}, logprobs):
         server.post("/v1/completions", {**COMPLETION, **options, **stream, **fields}).raise_for_status()
     for fields in ({"logprobs": True, "top_logprobs": 2}, {"n": 2, "seed": 3}, logprobs):
-        server.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 3, **options, **stream, **fields}).raise_for_status()
+        server.post(
+            "/v1/chat/completions", {"messages": HELLO, "max_tokens": 3, **options, **stream, **fields}
+        ).raise_for_status()
 
 
 def all_routes(routes: Iterable[Any]) -> Iterator[Any]:
