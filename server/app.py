@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api import docs_routes, embeddings, generation_routes, info_routes, messages_routes, tokenize_routes
+from server.api import decisions, docs_routes, embeddings, generation_routes, info_routes, messages_routes, tokenize_routes
 from server.api.error_answers import error_answer
 from server.api.openapi import openapi_document
 from server.api_keys import api_keys
@@ -90,6 +90,7 @@ def create_app(
     app.include_router(generation_routes.create_router())
     app.include_router(messages_routes.create_router())
     app.include_router(embeddings.create_router())
+    app.include_router(decisions.create_router())
     app.include_router(info_routes.create_router(serves_metrics=settings.metrics_port is None))
     app.include_router(tokenize_routes.create_router())
     app.include_router(docs_routes.create_router())

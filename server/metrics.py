@@ -37,6 +37,7 @@ ENDPOINTS: Final = {
     "/v1/responses": "responses",
     "/v1/messages": "messages",
     "/v1/embeddings": "embeddings",
+    "/v1/decisions": "decisions",
 }
 ROUTES: Final = (
     *ENDPOINTS,

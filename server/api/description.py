@@ -6,7 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from server.api.response_schemas import ErrorResponse, MessagesErrorResponse
+from server.api.messages_answer_schemas import MessagesErrorResponse
+from server.api.response_schemas import ErrorResponse
 from server.api.validation import IGNORED_HEADER
 
 # Also given before a request reaches its route: to a head that is no HTTP, comes too slowly or is too large, and to a connection

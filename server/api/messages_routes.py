@@ -9,10 +9,10 @@ from server.api.context import state_of
 from server.api.description import answers, event_stream, request_body
 from server.api.generation_plan import GenerationPlan
 from server.api.generation_routes import AnsweringEndpoint
+from server.api.messages_answer_schemas import CountTokensResponse, MessageResponse
 from server.api.messages_preparation import count_tokens, prepare_messages
 from server.api.messages_responses import MessageAnswer
 from server.api.messages_schemas import CountTokensRequest, MessagesRequest
-from server.api.response_schemas import CountTokensResponse, MessageResponse
 from server.api.responses import Answer, JsonResponse
 from server.api.stream_schemas import MESSAGE_EVENTS
 from server.api.validation import parse_request, read_json_object

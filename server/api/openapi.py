@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from server.api.chat_schemas import ChatCompletionRequest
+from server.api.decision_request import DecisionRequest
 from server.api.description import without_closed_objects
 from server.api.embeddings import EmbeddingRequest
 from server.api.messages_schemas import CountTokensRequest, MessagesRequest
@@ -27,6 +28,7 @@ _BODIES: tuple[type[BaseModel], ...] = (
     MessagesRequest,
     CountTokensRequest,
     EmbeddingRequest,
+    DecisionRequest,
     TokenizeRequest,
     DetokenizeRequest,
 )

@@ -233,6 +233,7 @@ FIELDS_WITHOUT_MEANING = frozenset(
         "service_tier",
         "safety_identifier",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
     }
 )

@@ -4,15 +4,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from server.api.messages_answer_schemas import MessageResponse, MessagesErrorDetail, MessageText, MessageToolUse, MessageUsage
 from server.api.response_schemas import (
     ChatLogprobs,
     ChatTokenLogprob,
     LegacyLogprobsSchema,
-    MessageResponse,
-    MessagesErrorDetail,
-    MessageText,
-    MessageToolUse,
-    MessageUsage,
     ResponseFunctionCall,
     ResponseObject,
     ResponseOutputMessage,
@@ -23,7 +19,7 @@ from server.api.response_schemas import (
 
 _USAGE = Field(None, description="With stream_options.include_usage; null except in the last chunk.")
 _TIMINGS = Field(None, description="With return_timings, in the last chunk of the choices.")
-_TOKEN_IDS = Field(default_factory=list, description="With return_token_ids.")
+_TOKEN_IDS: list[int] = Field(default_factory=list, description="With return_token_ids.")
 
 
 class CompletionChunkChoice(BaseModel):
