@@ -125,10 +125,18 @@ def parse_request(model: type[Model], body: dict[str, Any], *, strict_params: bo
             if strict_params or others:
                 raise api_error(problems if strict_params else others) from None
             ignored |= {_path(item) for item in problems}
-            checked = model.model_validate(body, extra="ignore")
+            checked = _without_unknown(model, body)
     except RecursionError:
         raise invalid_request("The request body is nested too deeply.") from None
     return ParsedRequest(checked, tuple(sorted(ignored)))
+
+
+def _without_unknown(model: type[Model], body: dict[str, Any]) -> Model:
+    """What holds for a list as a whole is checked only once its items are sound, so there may be more that is wrong."""
+    try:
+        return model.model_validate(body, extra="ignore")
+    except ValidationError as error:
+        raise api_error(error.errors(include_url=False)) from None
 
 
 def api_error(found: Sequence[Mapping[str, Any]]) -> ApiError:

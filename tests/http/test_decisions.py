@@ -186,6 +186,13 @@ def test_what_is_wrong_is_named(server: LiveServer, fields: dict[str, Any], para
     assert server.refused(DECISIONS, {"input": INPUT, "questions": [PREDICATE], **fields})["param"] == param
 
 
+def test_what_is_wrong_behind_what_is_unknown_is_named(server: LiveServer) -> None:
+    """The whole list is looked at only once its items are sound."""
+    choices = [{"value": "a", "moon": 1}, {"value": "a"}]
+    error = server.refused(DECISIONS, {"input": INPUT, "questions": [{**CHOICE, "choices": choices}]})
+    assert error["param"] == "questions[0].choices"
+
+
 def test_62_options_have_labels_of_their_own(scripted: LiveServer) -> None:
     choices = [{"value": f"v{i}"} for i in range(62)]
     (answer,) = decide(scripted, [{**CHOICE, "instructions": "?", "choices": choices}])["answers"]
