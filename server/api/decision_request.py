@@ -3,7 +3,7 @@ is decided in ``decision_questions``."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from server.api.chat_schemas import MAX_MESSAGES
@@ -120,8 +120,18 @@ def _check_choices(value: list[DecisionChoice]) -> list[DecisionChoice]:
     return value
 
 
+def _kind(kind: str, owns: str | None = None) -> dict[str, Any]:
+    """What a type of question must have, and what it can't have."""
+    options = {name: {"type": "array" if name == owns else "null"} for name in ("choices", "levels")}
+    return {"properties": {"type": {"const": kind}, **options}, "required": ["type", *([owns] if owns else [])]}
+
+
 class DecisionQuestion(WireModel):
     """``choices`` belong to a choice, ``levels`` to a score; a predicate has neither."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"anyOf": [_kind("predicate"), _kind("choice", "choices"), _kind("score", "levels")]}
+    )
 
     type: Literal["predicate", "choice", "score"]
     instructions: Instructions

@@ -27,8 +27,8 @@ negative_data_rejection.expected-statuses = ["4xx"]
 def send(folder: Path, examples: int, seed: int, phases: Sequence[str], *, paths: Sequence[str] = ()) -> tuple[int, str]:
     """(exit code, report). ``examples`` per route of the phases that draw at random; ``paths``: none for all. What schemathesis
     writes goes to ``folder``."""
-    # Answers are short, so that time goes into requests.
-    with live_server(fake_engine_factory(max_model_len=96, max_num_seqs=16, max_num_batched_tokens=256)) as server:
+    # A short context, so that time goes into requests, not into answers.
+    with live_server(fake_engine_factory(max_model_len=256, max_num_seqs=16, max_num_batched_tokens=256)) as server:
         result = run_schemathesis(server, folder, examples, seed, phases, paths=paths)
         server.check_alive()
         return result
