@@ -281,7 +281,7 @@ def select_ops(device: torch.device, dtype: torch.dtype, quantization: str = "no
             from model.ops.cuda import CudaOps
         except ImportError as error:
             logger.warning(
-                "The CUDA kernels are not used: %s. Install triton; until then all works, several times slower.", error
+                "The CUDA kernels are not used: %s. Everything works, several times slower. Install triton.", error
             )
         else:
             return CudaOps(device, dtype)
