@@ -24,7 +24,6 @@ from model.ops.triton_kernels import elementwise, paged_attention, sampling
 
 # Bytes of shared memory that a program may have on the smallest card of the generation: consumer cards have less than an A100.
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
-PROCESSORS = 132
 TYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -48,7 +47,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def run_layers(size: str, dtype: torch.dtype) -> None:
+def run_layers(size: str, dtype: torch.dtype, device: paged_attention.Device) -> None:
     hidden, intermediate, num_heads, num_kv_heads, head_dim, window = SIZES[size]
     x = meta(100, hidden, dtype=dtype)
     elementwise.rms_norm(x, meta(hidden), 1e-6)
@@ -80,7 +79,7 @@ def run_layers(size: str, dtype: torch.dtype) -> None:
                 slot_mapping=meta(num_queries * num_seqs, dtype=torch.int64),
             )
             query = meta(num_queries * num_seqs, num_heads, head_dim, dtype=dtype)
-            paged_attention.paged_attention(query, cache, cache, metadata, 0.0625, PROCESSORS)
+            paged_attention.paged_attention(query, cache, cache, metadata, 0.0625, device)
 
 
 def run_sampling() -> None:
@@ -98,7 +97,9 @@ def launches_of(run: Callable[[], None]) -> list[Launch]:
         arguments = dict(zip(self.arg_names, args, strict=False))
         arguments |= {name: value for name, value in kwargs.items() if name in self.arg_names}
         options = {name: value for name, value in kwargs.items() if name not in self.arg_names}
-        launches.setdefault(f"{self.fn.__name__} {source(self, arguments).signature} {constants(self, arguments)}", (self, arguments, options))
+        launches.setdefault(
+            f"{self.fn.__name__} {source(self, arguments).signature} {constants(self, arguments)}", (self, arguments, options)
+        )
 
     with torch.inference_mode():
         original, JITFunction.run = JITFunction.run, record
@@ -146,7 +147,9 @@ def check(launches: list[Launch], capability: int) -> list[str]:
         compiled = triton.compile(source(kernel, arguments), target=GPUTarget("cuda", capability, 32), options=options)
         shared = compiled.metadata.shared
         name = f"{kernel.fn.__name__} for sm_{capability}"
-        sizes = {key: constants(kernel, arguments).get(key) for key in ("HEAD_DIM", "WINDOW", "GROUP", "NUM_SPLITS", "SIZE", "BY_MASS")}
+        sizes = {
+            key: constants(kernel, arguments).get(key) for key in ("HEAD_DIM", "WINDOW", "GROUP", "NUM_SPLITS", "SIZE", "BY_MASS")
+        }
         sizes = {key: value for key, value in sizes.items() if value is not None}
         print(f"{name}: {shared} bytes of shared memory, {time.process_time() - began:.1f} s; {sizes}", flush=True)
         if shared > SHARED_MEMORY[capability]:
@@ -160,10 +163,13 @@ def main() -> int:
     quick = parser.parse_args().quick
     faults: list[str] = []
     for capability in SHARED_MEMORY:
+        device = paged_attention.Device(num_processors=108, is_hopper=capability >= 90)
         for size in SIZES:
             for dtype in (torch.bfloat16, torch.float32):
                 if not quick or (size == "27b" and capability == 80 and dtype == torch.bfloat16):
-                    faults += check(launches_of(lambda size=size, dtype=dtype: run_layers(size, dtype)), capability)  # type: ignore[misc]
+                    faults += check(
+                        launches_of(lambda size=size, dtype=dtype, device=device: run_layers(size, dtype, device)), capability
+                    )  # type: ignore[misc]
         if not quick or capability == 90:
             faults += check(launches_of(run_sampling), capability)
     print("\n".join(faults) or "All kernels compile and fit.")

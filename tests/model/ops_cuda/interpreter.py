@@ -6,10 +6,11 @@ from typing import Any
 
 from triton.runtime import interpreter
 
-import model.ops.cuda  # noqa: F401 - the kernels are made for the interpreter while it is asked for
+from model.ops.triton_kernels.common import INTERPRETED
 
 
 def patch_language_once() -> None:
+    assert INTERPRETED, "something imported triton before these tests could ask for its interpreter"
     redirect = interpreter._patch_lang
     inside: set[int] = set()
 
