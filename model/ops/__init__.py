@@ -280,9 +280,7 @@ def select_ops(device: torch.device, dtype: torch.dtype, quantization: str = "no
         try:
             from model.ops.cuda import CudaOps
         except ImportError as error:
-            logger.warning(
-                "The CUDA kernels are not used: %s. Everything works, several times slower. Install triton.", error
-            )
+            logger.warning("The CUDA kernels are not used: %s. Everything works, several times slower. Install triton.", error)
         else:
             return CudaOps(device, dtype)
     if quantization in ("int8", "int4"):
