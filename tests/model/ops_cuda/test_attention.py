@@ -53,39 +53,38 @@ def test_equals_the_reference(
     assert_equals_reference(attention_case(1, query_lens, context_lens, window=window, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "shape",
     [
         {"num_heads": 4, "num_kv_heads": 1, "head_dim": 256},
-        {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128},
-        {"num_heads": 3, "num_kv_heads": 1, "head_dim": 16},
+        {"num_heads": 4, "num_kv_heads": 1, "head_dim": 256, "dtype": torch.bfloat16},
+        {"num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "dtype": torch.bfloat16, "window": 48},
+        {"num_heads": 3, "num_kv_heads": 1, "head_dim": 16, "window": 48},
         {"num_heads": 2, "num_kv_heads": 2, "head_dim": 8},
-        {"num_heads": 8, "num_kv_heads": 1, "head_dim": 20},
+        {"num_heads": 8, "num_kv_heads": 1, "head_dim": 20, "window": 48},
         {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "interleaved": True},
-        {"block_size": 1},
-        {"block_size": 3},
+        {"block_size": 1, "window": 48},
+        {"block_size": 3, "window": 48},
         {"block_size": 128},
     ],
     ids=lambda shape: "-".join(f"{value}" for value in shape.values()),
 )
-def test_shapes(shape: dict[str, Any], dtype: torch.dtype) -> None:
-    for window in (None, 48):
-        assert_equals_reference(attention_case(2, (1, 19, 1), (140, 90, 33), window=window, dtype=dtype, **shape))
+def test_shapes(shape: dict[str, Any]) -> None:
+    assert_equals_reference(attention_case(2, (1, 19, 1), (140, 90, 33), **shape))
 
 
-@pytest.mark.parametrize("window", [None, 1, 8, 64, 65])
+@pytest.mark.parametrize("window", [None, 8, 65])
 def test_edges_of_blocks_windows_and_tiles(window: int | None) -> None:
-    """Contexts around every border, each as a decode and as a chunk of two and of nine."""
-    contexts = [1, 2, 7, 8, 9, 31, 32, 33, 63, 64, 65, 127, 128, 129]
-    lens = [(queries, context) for context in contexts for queries in (1, 2, 9) if queries <= context]
+    """Contexts around every border, each as a decode and as a chunk of nine."""
+    contexts = [1, 7, 8, 9, 63, 64, 65, 128, 129]
+    lens = [(queries, context) for context in contexts for queries in (1, 9) if queries <= context]
     query_lens, context_lens = zip(*lens, strict=True)
     case = attention_case(3, query_lens, context_lens, window=window, block_size=8, head_dim=16, num_heads=2)
     assert_equals_reference(case)
 
 
 @pytest.mark.parametrize("window", [None, 512])
-@pytest.mark.parametrize("context", [128, 129, 513, 640])
+@pytest.mark.parametrize("context", [129, 640])
 def test_a_split_context_is_put_together(context: int, window: int | None) -> None:
     """One sequence alone leaves the device idle, so its context is split; some splits of the short ones are empty."""
     device = Device(num_processors=64, is_hopper=False)

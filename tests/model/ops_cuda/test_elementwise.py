@@ -16,7 +16,7 @@ TOLERANCE = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 640), (5, 640), (3, 1152), (2, 2560), (3, 17), (2, 1), (0, 8)])
+@pytest.mark.parametrize("shape", [(5, 640), (2, 1152), (1, 5376), (3, 17), (2, 1), (0, 8)])
 def test_norms_equal_the_reference(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, residual = (randn(*shape, seed=1) * 3).to(dtype), (randn(*shape, seed=2) * 10).to(dtype)
     first, second = randn(shape[1], seed=3) + 1, randn(shape[1], seed=4) + 1
@@ -59,10 +59,9 @@ def test_not_finite_inputs_stay_visible() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
-    ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "block_size"),
-    [(1, 4, 1, 256, 16), (17, 2, 1, 128, 8), (5, 2, 2, 32, 1), (70, 1, 1, 24, 4)],
+    ("num_tokens", "num_heads", "num_kv_heads", "head_dim", "block_size", "interleaved"),
+    [(1, 4, 1, 256, 16, False), (17, 1, 1, 128, 8, True), (3, 2, 2, 32, 1, True), (70, 1, 1, 24, 4, False)],
 )
 def test_rope_and_cache_write_equal_the_reference(
     num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, interleaved: bool, dtype: torch.dtype
