@@ -1,0 +1,41 @@
+"""Runs the tests of this folder on the CPU under Triton's interpreter, or with ``-m gpu`` on a CUDA device.
+
+Whether kernels are interpreted is fixed for the whole process when triton is first imported, so it is decided here, before any
+test module of this folder is.
+"""
+
+import importlib.util
+
+import pytest
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def runs_on_device(config: pytest.Config) -> bool:
+    return config.getoption("markexpr") == "gpu"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not HAS_TRITON or runs_on_device(config):
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        from tests.model.ops_cuda import interpreter
+
+        interpreter.make_faster()
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton asks again whenever it imports more of itself. Servers that other tests start must not see it."""
+    if not runs_on_device(request.config):
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With ``-m gpu`` every test here that the interpreter runs otherwise is one for the device."""
+    if runs_on_device(config):
+        for item in items:
+            if "ops_cuda" in item.path.parts:
+                item.add_marker(pytest.mark.gpu)
