@@ -66,12 +66,16 @@ class KVCacheSpec:
         last_full = num_computed_tokens - num_computed_tokens % self.block_size
         return max(0, last_full - self.sliding_window + 1) // self.block_size
 
+    def global_blocks(self, num_tokens: int) -> int:
+        """Blocks of the global group that hold so many tokens; of the local group too, the recycled ones included."""
+        return ceil_div(num_tokens, self.block_size)
+
     def blocks(self, num_computed_tokens: int, num_new_tokens: int = 0) -> BlockCount:
         """Blocks that a sequence holds while ``num_new_tokens`` run on top of ``num_computed_tokens``.
 
         For num_computed_tokens >= W and B > 1 the local count is exactly W/B + ceil((n % B + c) / B).
         """
-        total = ceil_div(num_computed_tokens + num_new_tokens, self.block_size)
+        total = self.global_blocks(num_computed_tokens + num_new_tokens)
         return BlockCount(total, total - self.first_local_block(num_computed_tokens))
 
     def local_pool_blocks(self, max_num_seqs: int, max_num_batched_tokens: int) -> int:

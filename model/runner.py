@@ -6,12 +6,14 @@ text. Not thread-safe: one thread calls it.
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from tqdm import tqdm
 
-from model.batch import ForwardBatch, build_batch
+from model.batch import ForwardBatch, build_batch, to_device
 from model.config import Gemma3Config
 from model.errors import ConfigError
 from model.gemma3 import Gemma3
@@ -19,15 +21,18 @@ from model.host import available_memory, cpu_computes_bfloat16
 from model.kv_cache import KVCache
 from model.kv_cache_spec import KVCachePlan, KVCacheSpec
 from model.ops import Ops, select_ops
-from model.sampler import Sampler
+from model.pending_step import PendingStep
+from model.sampler import Sampler, draw_groups
 from model.sampling_params import SamplingParams
-from model.sequence_chunk import NOT_FINITE, ChunkResult, SequenceChunk, StepMemoryError
+from model.sequence_chunk import NOT_FINITE, ChunkResult, DecodeChunks, SequenceChunk, StepMemoryError
 from model.weight_cache import WeightCache
 
 if TYPE_CHECKING:
     from model.checkpoint.base import Checkpoint
 
-MAX_LOGITS_ROWS = 64  # rows of logits held at once: 64 MiB of float32 for a vocabulary of 262 144
+# Rows of logits held at once: 64 of float32 are 64 MiB for a vocabulary of 262 144. Elsewhere than on a CPU, each slice costs the
+# host more than the device.
+MAX_LOGITS_ROWS, MAX_LOGITS_ROWS_ON_DEVICE = 64, 256
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -65,6 +70,7 @@ class ModelRunner:
         self.quantization = ops.quantization
         self.weight_bytes = model.weight_bytes
         self.sampler = Sampler(ops)
+        self.max_logits_rows = MAX_LOGITS_ROWS if ops.device.type == "cpu" else MAX_LOGITS_ROWS_ON_DEVICE
         self.cache: KVCache | None = None
         self.sample_seconds = 0.0  # so far; on a device that computes beside the host, waiting for the network is in it
         self.compile_seconds = 0.0  # until the operations were ready: long only when their kernels had to be compiled
@@ -147,10 +153,14 @@ class ModelRunner:
             self.run([SequenceChunk(token_ids, start, [1], [1], sampling, samples=True)])
         self.sample_seconds = 0.0
 
-    def run(self, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
+    def run(self, chunks: Sequence[SequenceChunk]) -> Sequence[ChunkResult]:
         """Run one step; one result per chunk, in order. Raises StepMemoryError."""
+        return self.launch(chunks).results()
+
+    def launch(self, chunks: Sequence[SequenceChunk]) -> PendingStep:
+        """Hand one step to the device, and wait for it only where chunks are not plain. Raises StepMemoryError."""
         try:
-            return self._run(chunks)
+            return self._launch(chunks)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -161,15 +171,50 @@ class ModelRunner:
         raise StepMemoryError(reason)
 
     @torch.inference_mode()
-    def _run(self, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
+    def _launch(self, chunks: Sequence[SequenceChunk]) -> PendingStep:
         if not chunks:
-            return []
+            return PendingStep([], [], None)
         batch, hidden = self._forward(chunks)
-        results = [ChunkResult() for _ in chunks]
-        self._pool(hidden, chunks, batch.first_rows, results)
-        self._score_prompts(hidden, chunks, batch.first_rows, results)
-        self._sample(hidden, chunks, batch.first_rows, results)
-        return results
+        if isinstance(chunks, DecodeChunks) and chunks.plain:
+            return PendingStep(
+                [None] * len(chunks), range(len(chunks)), self._draw(hidden, chunks, chunks.positions, chunks.scratch)
+            )
+        chunks = list(chunks)
+        results: list[ChunkResult | None] = [None] * len(chunks)
+        rest = {index: ChunkResult() for index, chunk in enumerate(chunks) if not chunk.plain}
+        self._pool(hidden, chunks, batch.first_rows, rest)
+        self._score_prompts(hidden, chunks, batch.first_rows, rest)
+        self._sample(hidden, chunks, batch.first_rows, rest)
+        for index, result in rest.items():
+            results[index] = result
+        plain = [index for index, chunk in enumerate(chunks) if chunk.plain]
+        if not plain:
+            return PendingStep(results, plain, None)
+        last_rows = to_device(np.array([batch.first_rows[index + 1] - 1 for index in plain]), hidden.device)
+        drawing = [chunks[index] for index in plain]
+        positions = np.array([chunk.position for chunk in drawing])
+        return PendingStep(results, plain, self._draw(hidden[last_rows], drawing, positions, {}))
+
+    def _draw(
+        self,
+        hidden: torch.Tensor,
+        chunks: Sequence[SequenceChunk],
+        positions: npt.NDArray[np.int64],
+        scratch: dict[str, Any],
+    ) -> torch.Tensor:
+        """Tokens of plain chunks from their last hidden states, int64 [len(chunks)], -1 where logits are not finite."""
+        drawn = []
+        for first in range(0, len(chunks), self.max_logits_rows):
+            end = first + self.max_logits_rows
+            logits = self.model.logits(hidden[first:end])
+            began = time.monotonic()
+            key = f"draws of {first}"
+            if key not in scratch:
+                sampling = chunks.sampling if isinstance(chunks, DecodeChunks) else [chunk.sampling for chunk in chunks]
+                scratch[key] = draw_groups(sampling[first:end], logits.shape[1], logits.device)
+            drawn.append(self.sampler.draw_plain(logits, scratch[key], positions[first:end]))
+            self.sample_seconds += time.monotonic() - began
+        return torch.cat(drawn) if len(drawn) > 1 else drawn[0]
 
     @torch.inference_mode()
     def hidden_states(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
@@ -182,7 +227,7 @@ class ModelRunner:
         return batch, self.model(batch, self.cache)
 
     def _pool(
-        self, hidden: torch.Tensor, chunks: Sequence[SequenceChunk], first_rows: Sequence[int], results: list[ChunkResult]
+        self, hidden: torch.Tensor, chunks: Sequence[SequenceChunk], first_rows: Sequence[int], results: dict[int, ChunkResult]
     ) -> None:
         """Sums in float64: a mean over all of a prompt must not depend on the chunks it came in."""
         for index, chunk in enumerate(chunks):
@@ -195,10 +240,10 @@ class ModelRunner:
                 results[index].error = NOT_FINITE
 
     def _sample(
-        self, hidden: torch.Tensor, chunks: Sequence[SequenceChunk], first_rows: Sequence[int], results: list[ChunkResult]
+        self, hidden: torch.Tensor, chunks: Sequence[SequenceChunk], first_rows: Sequence[int], results: dict[int, ChunkResult]
     ) -> None:
-        sampling = [index for index, chunk in enumerate(chunks) if chunk.samples and results[index].error is None]
-        for part in _slices(sampling):
+        sampling = [index for index, result in results.items() if chunks[index].samples and result.error is None]
+        for part in _slices(sampling, self.max_logits_rows):
             logits = self.model.logits(hidden[[first_rows[index + 1] - 1 for index in part]])
             began = time.monotonic()
             drawn = self.sampler.sample(logits, [chunks[index] for index in part])
@@ -209,7 +254,7 @@ class ModelRunner:
                 results[index].error = sampled.error
 
     def _score_prompts(
-        self, hidden: torch.Tensor, chunks: Sequence[SequenceChunk], first_rows: Sequence[int], results: list[ChunkResult]
+        self, hidden: torch.Tensor, chunks: Sequence[SequenceChunk], first_rows: Sequence[int], results: dict[int, ChunkResult]
     ) -> None:
         """Log-probabilities of prompt tokens, in slices of rows, so that no more than one slice of logits exists at a time."""
         rows: list[tuple[int, int, int, int]] = []  # chunk, row of the flat batch, token that follows, alternatives asked for
@@ -221,7 +266,7 @@ class ModelRunner:
                 results[index].error = "A prompt token has no log-probability: its id has no token in the vocabulary."
                 continue
             rows += [(index, first_rows[index] + i, target, count) for i, target in enumerate(chunk.prompt_targets)]
-        for part in _slices(rows):
+        for part in _slices(rows, self.max_logits_rows):
             logits = self.model.logits(hidden[[row for _, row, _, _ in part]])
             finite = self.ops.all_finite(logits).tolist()
             targets, counts = [target for _, _, target, _ in part], [count for _, _, _, count in part]
@@ -240,9 +285,9 @@ def is_out_of_memory(error: Exception) -> bool:
     return any(text in str(error) for text in ("can't allocate memory", "not enough memory", "Cannot allocate memory"))
 
 
-def _slices(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    for first in range(0, len(items), MAX_LOGITS_ROWS):
-        yield items[first : first + MAX_LOGITS_ROWS]
+def _slices(items: Sequence[T], length: int) -> Iterator[Sequence[T]]:
+    for first in range(0, len(items), length):
+        yield items[first : first + length]
 
 
 def _resolve_device(device: str) -> torch.device:

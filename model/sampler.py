@@ -11,31 +11,20 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from model.batch import to_device
 from model.grammar_state import GrammarFault
 from model.ops import Ops
 from model.ops.reference import inverse_cdf
+from model.random_streams import stream_states, uniforms
+from model.sampling_params import SamplingParams
 from model.sequence_chunk import NOT_FINITE, ChunkResult, SequenceChunk, TokenLogprobs
 
 NOTHING_LEFT = (
     "No token is left to draw: allowed_token_ids, logit_bias, stop_token_ids, min_tokens and the grammar exclude every token."
 )
-MASK_64 = (1 << 64) - 1
-
-
-def uniform(seed: int, choice: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits, fixed by its arguments: splitmix64 chained over the words of all of them.
-
-    Any integer is a seed; integers that differ give different streams, however large or negative.
-    """
-    state = 0
-    for word in (seed & MASK_64, (seed >> 64) & MASK_64, choice & MASK_64, position & MASK_64):
-        state = (state ^ word) + 0x9E3779B97F4A7C15 & MASK_64
-        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & MASK_64
-        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & MASK_64
-        state ^= state >> 31
-    return (state >> 11) * 2.0**-53
 
 
 class Sampler:
@@ -43,6 +32,25 @@ class Sampler:
 
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
+        self.may_wait = ops.device.type == "cpu"  # for what the device has computed; elsewhere the host is to run ahead of it
+
+    def draw(self, logits: torch.Tensor, groups: Sequence["DrawGroup"], positions: npt.NDArray[np.int64]) -> torch.Tensor:
+        """A token per row of finite logits, as they are: int64 [r]. Waits for nothing that the device computes."""
+        if len(groups) == 1:
+            return self._draw(logits, groups[0], positions)
+        drawn = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        for group in groups:
+            drawn[group.rows] = self._draw(logits[group.rows], group, positions[group.members])
+        return drawn
+
+    def draw_plain(self, logits: torch.Tensor, groups: Sequence["DrawGroup"], positions: npt.NDArray[np.int64]) -> torch.Tensor:
+        """The same for any logits, which it may overwrite: -1 where a row is not finite."""
+        finite = self.ops.all_finite(logits)
+        if self.may_wait and bool(finite.all()):
+            return self.draw(logits, groups, positions)
+        odd = ~finite
+        logits.masked_fill_(odd[:, None], 0.0)  # so that it harms nobody's draw
+        return self.draw(logits, groups, positions).masked_fill(odd, -1)
 
     def sample(self, logits: torch.Tensor, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
         """One token per row, for the chunk of that row. A row that cannot be sampled yields an error, and harms no other row."""
@@ -58,8 +66,12 @@ class Sampler:
         rows = [row for row in rows if results[row].error is None and (chunks[row].grammar is None or row in masks)]
         edited = self._edit(logits, chunks, rows, masks, results)
         rows = [row for row in rows if results[row].error is None]
-        for row, token_id in self._draw_all(edited, chunks, rows):
-            results[row].token_ids.append(token_id)
+        if rows:
+            groups = draw_groups([chunks[row].sampling for row in rows], logits.shape[1], logits.device)
+            positions = np.array([chunks[row].position for row in rows])
+            drawn = self.draw(edited if len(rows) == len(edited) else edited[rows], groups, positions)
+            for row, token_id in zip(rows, drawn.tolist(), strict=True):
+                results[row].token_ids = [token_id]
         asking = [row for row in rows if chunks[row].sampling.logprobs is not None]
         if asking:
             entries = self.logprobs(
@@ -137,61 +149,62 @@ class Sampler:
 
     # -- the draw --------------------------------------------------------------------------------------------------------------
 
-    def _draw_all(self, logits: torch.Tensor, chunks: Sequence[SequenceChunk], rows: Sequence[int]) -> list[tuple[int, int]]:
-        """(row, token id) for every row, batched by the kind of draw."""
-        kinds: dict[tuple[str, int], list[int]] = defaultdict(list)
-        vocab_size = logits.shape[1]
-        for row in rows:
-            sampling = chunks[row].sampling
-            if sampling.greedy:
-                kinds["greedy", 0].append(row)
-            elif 0 < sampling.top_k < vocab_size:
-                kinds["top_k", min(vocab_size, max(64, 1 << (sampling.top_k - 1).bit_length()))].append(row)
-            else:
-                kinds["whole", 0].append(row)
-        drawn: list[tuple[int, int]] = []
-        for (kind, num_candidates), members in kinds.items():
-            part = logits if len(members) == len(logits) else logits[members]
-            if kind == "greedy":
-                token_ids = self.ops.argmax(part)
-            else:
-                draws = _Draws(part, [chunks[row] for row in members])
-                token_ids = self._draw_of_top_k(draws, num_candidates) if kind == "top_k" else self._draw_whole(draws)
-            drawn += zip(members, token_ids.tolist(), strict=True)
-        return drawn
+    def _draw(self, logits: torch.Tensor, group: "DrawGroup", positions: npt.NDArray[np.int64]) -> torch.Tensor:
+        if group.kind == "greedy":
+            return self.ops.argmax(logits)
+        numbers = to_device(uniforms(group.streams, positions), logits.device)
+        if group.kind == "top_k":
+            return self._draw_of_top_k(logits, group, numbers)
+        return self.ops.draw(logits, group.temperature, group.top_p, group.min_p, numbers)
 
-    def _draw_whole(self, draws: "_Draws") -> torch.Tensor:
-        """By top-p and min-p."""
-        return self.ops.draw(draws.logits, draws.temperature, draws.top_p, draws.min_p, draws.uniform)
-
-    def _draw_of_top_k(self, draws: "_Draws", num_candidates: int) -> torch.Tensor:
-        """By top-k, then top-p and min-p of what top-k left. ``num_candidates`` is the largest top-k of the rows, or more."""
-        values, token_ids, _ = self.ops.top_candidates(draws.logits, num_candidates, draws.temperature)
-        weights = ((values - values[:, :1]) / draws.temperature[:, None]).double().exp()  # relative to the likeliest
-        weights.masked_fill_(torch.arange(num_candidates, device=values.device) >= draws.top_k[:, None], 0.0)
+    def _draw_of_top_k(self, logits: torch.Tensor, group: "DrawGroup", numbers: torch.Tensor) -> torch.Tensor:
+        """By top-k, then top-p and min-p of what top-k left."""
+        num_candidates = group.num_candidates
+        values, token_ids, _ = self.ops.top_candidates(logits, num_candidates, group.temperature)
+        weights = ((values - values[:, :1]) / group.temperature[:, None]).double().exp()  # relative to the likeliest
+        weights.masked_fill_(torch.arange(num_candidates, device=values.device) >= group.top_k[:, None], 0.0)
         mass = weights.cumsum(dim=-1)
-        kept = mass - weights < draws.top_p[:, None] * mass[:, -1:]  # the token that crosses the threshold is kept
+        kept = mass - weights < group.top_p[:, None] * mass[:, -1:]  # the token that crosses the threshold is kept
         kept[:, 0] = True
-        kept &= weights >= draws.min_p[:, None]
-        chosen = inverse_cdf(weights * kept, draws.uniform)
+        kept &= weights >= group.min_p[:, None]
+        chosen = inverse_cdf(weights * kept, numbers)
         return token_ids.gather(1, chosen[:, None])[:, 0]
 
 
-class _Draws:
-    """Rows to be drawn from, with their settings as tensors."""
+class DrawGroup:
+    """Rows of one kind of draw, with their settings as tensors."""
 
-    def __init__(self, logits: torch.Tensor, chunks: Sequence[SequenceChunk]) -> None:
-        def column(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype).to(logits.device)
+    def __init__(
+        self, kind: str, num_candidates: int, members: list[int], params: list[SamplingParams], device: torch.device
+    ) -> None:
+        def column(values: Sequence[float], dtype: type[np.generic]) -> torch.Tensor:
+            return to_device(np.array(values, dtype=dtype), device)
 
-        self.logits = logits
-        params = [chunk.sampling for chunk in chunks]
-        self.temperature = column([p.temperature for p in params], torch.float32)
-        self.min_p = column([p.min_p for p in params], torch.float32)
-        self.top_p = column([p.top_p for p in params], torch.float64)
-        self.top_k = column([p.top_k for p in params], torch.int64)
-        numbers = [uniform(c.sampling.seed, c.sampling.choice, len(c.output_token_ids)) for c in chunks]
-        self.uniform = column(numbers, torch.float64)
+        self.kind = kind
+        self.num_candidates = num_candidates  # the largest top-k of the rows, or more
+        self.members = np.array(members)
+        self.rows = column(members, np.int64)
+        self.temperature = column([p.temperature for p in params], np.float32)
+        self.min_p = column([p.min_p for p in params], np.float32)
+        self.top_p = column([p.top_p for p in params], np.float64)
+        self.top_k = column([p.top_k for p in params], np.int64)
+        self.streams = stream_states([(p.seed, p.choice) for p in params])
+
+
+def draw_groups(params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> list[DrawGroup]:
+    """Rows with these settings, by the kind of their draw. It holds for every step of the same rows."""
+    kinds: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for row, sampling in enumerate(params):
+        if sampling.greedy:
+            kinds["greedy", 0].append(row)
+        elif 0 < sampling.top_k < vocab_size:
+            kinds["top_k", min(vocab_size, max(64, 1 << (sampling.top_k - 1).bit_length()))].append(row)
+        else:
+            kinds["whole", 0].append(row)
+    return [
+        DrawGroup(kind, num_candidates, members, [params[row] for row in members], device)
+        for (kind, num_candidates), members in kinds.items()
+    ]
 
 
 def _is_edited(chunk: SequenceChunk) -> bool:
@@ -202,7 +215,7 @@ def _is_edited(chunk: SequenceChunk) -> bool:
 
 def _masks_stop(chunk: SequenceChunk) -> bool:
     sampling = chunk.sampling
-    return chunk.grammar is None and len(chunk.output_token_ids) < sampling.min_tokens and bool(sampling.stop_token_ids)
+    return chunk.grammar is None and chunk.position < sampling.min_tokens and bool(sampling.stop_token_ids)
 
 
 def _grammar_masks(chunks: Sequence[SequenceChunk], rows: Sequence[int], results: list[ChunkResult]) -> dict[int, bytes]:

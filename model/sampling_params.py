@@ -35,5 +35,11 @@ class SamplingParams:
         return self.temperature <= 1e-5 or self.top_k == 1
 
     @property
+    def plain(self) -> bool:
+        """The token is drawn from the logits as they are, and nothing is told but the token."""
+        edited = self.penalised or bool(self.logit_bias) or self.allowed_token_ids is not None or self.min_tokens > 0
+        return not edited and self.logprobs is None
+
+    @property
     def penalised(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0

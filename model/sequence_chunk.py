@@ -1,14 +1,16 @@
 """What crosses the border between engine and model in one step: chunks of sequences in, sampled tokens out. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
+import numpy as np
+
+from model.block_tables import BlockTableRows
 from model.grammar_state import GrammarState
 from model.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
 NOT_FINITE = "The model's logits are not finite for this sequence."  # the error of a ChunkResult
@@ -24,7 +26,8 @@ class SequenceChunk:
     """The next tokens of one sequence to run through the network.
 
     Query position p of the chunk is ``start + p``. Block tables are indexed by position // block_size and cover at least
-    ``start + len(token_ids)`` positions; entry 0 is the null block (recycled, outside the window, never read).
+    ``start + len(token_ids)`` positions; entry 0 is the null block (recycled, outside the window, never read). Tables and output
+    are the engine's own: they hold until the step ends.
     """
 
     token_ids: Sequence[int]
@@ -34,11 +37,73 @@ class SequenceChunk:
     sampling: SamplingParams
     samples: bool  # the chunk ends with the sequence's last known token: draw the next one
     prompt_token_ids: Sequence[int] = ()  # read for penalties only
-    output_token_ids: Sequence[int] = ()  # tokens generated so far (its length is the position of the random draw)
+    output_token_ids: Sequence[int] = ()  # tokens generated so far; read for penalties only
     # Prompt log-probabilities: the token that follows position start + i, for i < len(prompt_targets) <= len(token_ids).
     prompt_targets: Sequence[int] = ()
     grammar: GrammarState | None = None  # what may be drawn; None: anything
     pools: bool = False  # the sum of the final hidden states of these tokens is wanted
+    position: int = -1  # of the random draw: the number of tokens generated so far, which is what a negative one becomes
+    tables: BlockTableRows | None = None  # where both block tables are also row ``row``: of all chunks of a step, or of none
+    row: int = 0
+    plain: bool = field(init=False)  # one token is drawn, from the logits as they are, and nothing else is wanted
+
+    def __post_init__(self) -> None:
+        if self.position < 0:
+            self.position = len(self.output_token_ids)
+        asks = self.pools or self.grammar is not None or bool(self.prompt_targets)
+        self.plain = self.samples and not asks and self.sampling.plain
+
+
+class DecodeChunks(Sequence[SequenceChunk]):
+    """One token of each of many sequences, which are the same from step to step, as arrays: a runner then has no loop over them.
+
+    As a sequence it makes the chunks themselves, for whoever wants these. The owner moves it on with ``move``.
+    """
+
+    def __init__(
+        self,
+        sampling: Sequence[SamplingParams],
+        num_prompt_tokens: Sequence[int],
+        tables: BlockTableRows,
+        rows: Sequence[int],
+        *,
+        plain: bool,
+        make_chunk: Callable[[int], SequenceChunk],
+    ) -> None:
+        """``make_chunk`` gives the chunk of an index, as it is now."""
+        self.sampling = sampling
+        self.tables = tables
+        self.rows = np.array(rows, dtype=np.int64)
+        self.plain = plain  # each of them is
+        self.token_ids = self.starts = np.zeros(0, dtype=np.int64)  # [n], as of a chunk
+        self.scratch: dict[str, Any] = {}  # a runner's own plans, which hold as long as the sequences are the same
+        self._num_prompt_tokens = np.array(num_prompt_tokens, dtype=np.int64)
+        self._make_chunk = make_chunk
+
+    def move(self, token_ids: Sequence[int], starts: Sequence[int]) -> None:
+        self.token_ids = np.array(token_ids, dtype=np.int64)
+        self.starts = np.array(starts, dtype=np.int64)
+
+    @property
+    def positions(self) -> "npt.NDArray[np.int64]":
+        """[n], of the random draws."""
+        return self.starts + 1 - self._num_prompt_tokens
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> SequenceChunk: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[SequenceChunk]: ...
+
+    def __getitem__(self, index: int | slice) -> SequenceChunk | list[SequenceChunk]:
+        indices = range(len(self))[index]
+        return self._make_chunk(indices) if isinstance(indices, int) else [self._make_chunk(i) for i in indices]
+
+    def __iter__(self) -> Iterator[SequenceChunk]:
+        return map(self._make_chunk, range(len(self)))
 
 
 @dataclass(slots=True)
@@ -64,9 +129,36 @@ class ChunkResult:
     error: str | None = None  # this sequence alone failed (non-finite numbers)
 
 
+class SampledTokens(Sequence[ChunkResult]):
+    """The results of chunks that yielded a token each and nothing else. As a sequence it makes ChunkResults of them."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        """-1: the logits were not finite."""
+        self.token_ids = token_ids
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> ChunkResult: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[ChunkResult]: ...
+
+    def __getitem__(self, index: int | slice) -> ChunkResult | list[ChunkResult]:
+        if isinstance(index, slice):
+            return [sampled(token_id) for token_id in self.token_ids[index]]
+        return sampled(self.token_ids[index])
+
+
+def sampled(token_id: int) -> ChunkResult:
+    """The result of one of SampledTokens."""
+    return ChunkResult(token_ids=[token_id]) if token_id >= 0 else ChunkResult(error=NOT_FINITE)
+
+
 class Runner(Protocol):
     """The engine's view of a loaded model."""
 
-    def run(self, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
+    def run(self, chunks: Sequence[SequenceChunk]) -> Sequence[ChunkResult]:
         """Run one step; one result per chunk, in order. Writes keys and values of every chunk's tokens to the cache."""
         ...

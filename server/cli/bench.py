@@ -1,4 +1,4 @@
-"""``gemserve bench``: closed-loop streaming load on OpenAI-style servers, or starts of our own; both are in server/bench."""
+"""``gemserve bench``: closed-loop streaming load on OpenAI-style servers, or our own starts and engine; all in server/bench."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -23,6 +23,13 @@ def add_parser(commands: "Subparsers") -> None:
         type=int,
         metavar="N",
         help="Instead of a load: start a server N times, and measure how long it takes until ready.",
+    )
+    parser.add_argument(
+        "--engine-overhead",
+        type=int,
+        metavar="STEPS",
+        help="Instead of a load: time what so many decode steps of --concurrency sequences, whose contexts reach up to "
+        "--prompt-tokens, cost the host with a device that takes no time.",
     )
     parser.add_argument(
         "--serve-arguments", default="", metavar="TEXT", help="With --start: more arguments for 'gemserve serve'."
@@ -66,6 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.start is not None:
         return _run_starts(arguments)
+    if arguments.engine_overhead is not None:
+        return _run_engine_overhead(arguments)
     if bool(arguments.url) == bool(arguments.compare):
         raise SettingsError("bench: give either one URL or --compare NAME=URL NAME=URL")
     targets = [Target.parse(text) for text in arguments.compare or [f"server={arguments.url}"]]
@@ -115,4 +124,18 @@ def _run_starts(arguments: argparse.Namespace) -> int:
         arguments.start, arguments.serve_arguments, progress=lambda line: print(line, file=sys.stderr, flush=True)
     )
     print(json.dumps([start.values() for start in starts], indent=2) if arguments.json else render_starts(starts))
+    return 0
+
+
+def _run_engine_overhead(arguments: argparse.Namespace) -> int:
+    from server.bench.engine_overhead import measure_overhead, render
+    from server.settings import SettingsError
+
+    if arguments.engine_overhead < 1 or arguments.url or arguments.compare:
+        raise SettingsError("bench: --engine-overhead takes a number from 1 on, and neither a URL nor --compare")
+    if min(arguments.concurrency) < 1 or arguments.prompt_tokens < 1:
+        raise SettingsError("bench: --concurrency and --prompt-tokens must be at least 1")
+    longest, temperature = arguments.prompt_tokens, arguments.temperature
+    for num_seqs in arguments.concurrency:
+        print(render(measure_overhead(num_seqs, longest, arguments.engine_overhead, temperature), num_seqs, longest, temperature))
     return 0

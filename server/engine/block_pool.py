@@ -7,7 +7,7 @@ addressable by hash) or blank (free, no hash). Blank blocks are reused first, th
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-NULL_BLOCK = 0
+from model.block_tables import NULL_BLOCK
 
 
 class BlockPool:

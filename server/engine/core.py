@@ -5,14 +5,14 @@ The only place that hands work to a model runner. Everything it owns may be touc
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from model.sequence_chunk import ChunkResult, Runner, SequenceChunk, StepMemoryError
+from model.sequence_chunk import ChunkResult, DecodeChunks, Runner, SequenceChunk, StepMemoryError
 from server.engine.kv_manager import KVCacheManager
 from server.engine.memory import run_within_memory
-from server.engine.request import GenerationSpec, Request, RequestTimings
-from server.engine.scheduler import RequestEvent, ScheduledChunk, Scheduler, SchedulerConfig
+from server.engine.request import GenerationSpec, OutputTokens, Request, RequestTimings
+from server.engine.scheduler import RequestEvent, ScheduledBatch, Scheduler, SchedulerConfig
 from server.engine.stats import EngineStats, StepStats
 
 logger = logging.getLogger("gemserve.engine")
@@ -63,6 +63,9 @@ class EngineCore:
         self.scheduler = Scheduler(config, kv, clock)
         self._requests: dict[str, Request] = {}
         self._times = _StepTimes()
+        self._decoding: list[Request] = []  # of the last step; their chunks are used again while these are the same
+        self._num_admissions = 0
+        self._decode_chunks = self._new_decode_chunks([])
         self.last_step: StepStats | None = None  # None after a step that had nothing to run
 
     @property
@@ -92,12 +95,12 @@ class EngineCore:
         started = self._clock()
         expired = self.scheduler.expire()
         batch = self.scheduler.schedule()
-        if not batch.chunks:
+        if not batch.num_sequences:
             self.last_step = None
             self._forget_finished(expired)
             self._after_change()
             return expired
-        chunks = [self._sequence_chunk(chunk) for chunk in batch.chunks]
+        chunks = self._chunks(batch)
         kind, num_tokens, num_prefill_tokens = batch.kind, batch.num_tokens, batch.num_prefill_tokens
         self.scheduler.write_stats()  # a scrape during a long step shows what it runs
         self.stats.last_step_timestamp = time.time()
@@ -105,8 +108,10 @@ class EngineCore:
         before_run = self._clock()
         results = self._run(chunks, num_tokens)
         after_run = self._clock()
+        num_running = self.scheduler.num_running
         events = expired + self.scheduler.update(batch, results)
-        self._forget_finished(events)
+        if expired or self.scheduler.num_running < num_running:
+            self._forget_finished(events)
         finished = self._clock()
         host = before_run - started + finished - after_run
         sampling = self._sample_seconds() - sampled
@@ -115,7 +120,7 @@ class EngineCore:
         self._after_change()
         return events
 
-    def _run(self, chunks: list[SequenceChunk], num_tokens: int) -> list[ChunkResult]:
+    def _run(self, chunks: Sequence[SequenceChunk], num_tokens: int) -> Sequence[ChunkResult]:
         """Out of memory, a step runs in parts, and later ones prefill less: half as much, then one token more in each step."""
         faults = self.stats.memory_faults_total
 
@@ -134,9 +139,29 @@ class EngineCore:
             if request.timings.finished is not None:
                 del self._requests[request.request_id]
 
-    def _sequence_chunk(self, chunk: ScheduledChunk) -> SequenceChunk:
-        request = chunk.request
-        start, stop = request.num_computed_tokens, request.num_computed_tokens + chunk.num_tokens
+    def _chunks(self, batch: ScheduledBatch) -> Sequence[SequenceChunk]:
+        requests = batch.decodes
+        if self._num_admissions != self._kv.num_admissions or requests != self._decoding:
+            self._num_admissions = self._kv.num_admissions
+            self._decoding, self._decode_chunks = requests, self._new_decode_chunks(requests)
+        decodes = self._decode_chunks
+        decodes.move([request.token_ids[-1] for request in requests], [request.num_computed_tokens for request in requests])
+        if not batch.prefills:
+            return decodes
+        return [*decodes, *(self._sequence_chunk(chunk.request, chunk.num_tokens, chunk.samples) for chunk in batch.prefills)]
+
+    def _new_decode_chunks(self, requests: list[Request]) -> DecodeChunks:
+        return DecodeChunks(
+            [request.sampling for request in requests],
+            [request.num_prompt_tokens for request in requests],
+            self._kv.rows,
+            [self._kv.tables[request.request_id].row for request in requests],
+            plain=all(request.sampling.plain and request.grammar is None for request in requests),
+            make_chunk=lambda index: self._sequence_chunk(requests[index], 1, samples=True),
+        )
+
+    def _sequence_chunk(self, request: Request, num_tokens: int, samples: bool) -> SequenceChunk:
+        start, stop = request.num_computed_tokens, request.num_computed_tokens + num_tokens
         tables = self._kv.tables[request.request_id]
         wants_prompt = request.sampling.prompt_logprobs is not None
         return SequenceChunk(
@@ -145,12 +170,14 @@ class EngineCore:
             global_block_table=tables.global_blocks,
             local_block_table=tables.local_blocks,
             sampling=request.sampling,
-            samples=chunk.samples,
+            samples=samples,
             prompt_token_ids=request.spec.prompt_token_ids,
-            output_token_ids=request.token_ids[request.num_prompt_tokens :],
+            output_token_ids=OutputTokens(request.token_ids, request.num_prompt_tokens),
             prompt_targets=request.token_ids[start + 1 : min(stop + 1, request.num_prompt_tokens)] if wants_prompt else (),
             grammar=request.grammar,
             pools=request.spec.pools,
+            tables=self._kv.rows,
+            row=tables.row,
         )
 
     def _count(self, step: StepStats) -> None:

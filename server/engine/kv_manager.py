@@ -10,8 +10,9 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
+from model.block_tables import NULL_BLOCK, BlockTableRows
 from model.kv_cache_spec import KVCacheSpec
-from server.engine.block_pool import NULL_BLOCK, BlockPool
+from server.engine.block_pool import BlockPool
 from server.engine.request import Request
 from server.engine.stats import EngineStats
 
@@ -22,6 +23,7 @@ class BlockTables:
 
     global_blocks: list[int]
     local_blocks: list[int]
+    row: int  # of KVCacheManager.rows, which has the same
     num_recycled: int = 0  # leading local entries that are null
 
 
@@ -46,7 +48,9 @@ class KVCacheManager:
         self.global_pool = BlockPool(num_global_blocks, "global")
         self.local_pool = BlockPool(num_local_blocks, "local")
         self.tables: dict[str, BlockTables] = {}
+        self.rows = BlockTableRows()
         self.num_recycled = 0
+        self.num_admissions = 0  # of which each gives a request other blocks, and another row
         self._in_flight: Counter[bytes] = Counter()  # blocks that running requests are going to publish
         self._in_flight_of: dict[str, list[bytes]] = {}
 
@@ -116,16 +120,19 @@ class KVCacheManager:
     def admit(self, request: Request, hit: PrefixHit) -> None:
         """Start a request's tables with its hit: touches all hit blocks of both pools. Allocation follows."""
         assert request.request_id not in self.tables
+        self.num_admissions += 1
         for block in hit.global_blocks:
             self.global_pool.touch(block)
         for block in hit.local_blocks:
             self.local_pool.touch(block)
         num_blocks = len(hit.global_blocks)
         first = num_blocks - len(hit.local_blocks)
-        self.tables[request.request_id] = BlockTables(
-            list(hit.global_blocks), [NULL_BLOCK] * first + list(hit.local_blocks), num_recycled=first
+        tables = BlockTables(
+            list(hit.global_blocks), [NULL_BLOCK] * first + hit.local_blocks, self.rows.take(), num_recycled=first
         )
-        request.num_computed_tokens = hit.num_tokens
+        self.rows.append(tables.row, 0, tables.global_blocks, tables.local_blocks)
+        self.tables[request.request_id] = tables
+        request.num_computed_tokens = request.num_slots = hit.num_tokens
         request.num_published_blocks = num_blocks
         if self.prefix_caching:
             full = request.num_tokens // self.block_size
@@ -135,35 +142,39 @@ class KVCacheManager:
 
     def allocate(self, request: Request, num_new_tokens: int) -> bool:
         """Grow both tables to hold ``num_new_tokens`` more; all or nothing. False when the global pool has too few blocks."""
-        tables = self.tables[request.request_id]
-        total = self.spec.blocks(request.num_computed_tokens, num_new_tokens).global_blocks
+        tables = self.tables[request.spec.request_id]
+        total = self.spec.global_blocks(request.num_computed_tokens + num_new_tokens)
         num_new = total - len(tables.global_blocks)
         if num_new <= 0:
             return True
         if num_new > self.global_pool.num_free:
             return False
         # The local pool is sized so that this can't fail (KVCacheSpec.local_pool_blocks); allocate() asserts it.
-        tables.local_blocks.extend(self.local_pool.allocate(total - len(tables.local_blocks)))
-        tables.global_blocks.extend(self.global_pool.allocate(num_new))
+        local_blocks, global_blocks = self.local_pool.allocate(num_new), self.global_pool.allocate(num_new)
+        self.rows.append(tables.row, len(tables.global_blocks), global_blocks, local_blocks)
+        tables.local_blocks.extend(local_blocks)
+        tables.global_blocks.extend(global_blocks)
+        request.num_slots = total * self.block_size
         return True
 
     def commit(self, request: Request) -> None:
         """After a step: publish the blocks it filled, then recycle the local blocks behind the window."""
-        tables = self.tables[request.request_id]
+        tables = self.tables[request.spec.request_id]
         num_computed = request.num_computed_tokens
-        if self.prefix_caching:
-            full = num_computed // self.block_size
+        full, published = num_computed // self.block_size, request.num_published_blocks
+        if self.prefix_caching and full > published:
             hashes = self._block_hashes(request, full)
-            for index in range(request.num_published_blocks, full):
+            for index in range(published, full):
                 self.global_pool.publish(tables.global_blocks[index], hashes[index])
                 self.local_pool.publish(tables.local_blocks[index], hashes[index])
-            if full > request.num_published_blocks:
-                self._land(request.request_id, full - request.num_published_blocks)
-                request.num_published_blocks = full
+            if request.spec.request_id in self._in_flight_of:
+                self._land(request.spec.request_id, full - published)
+            request.num_published_blocks = full
         first = self.spec.first_local_block(num_computed)
         if first > tables.num_recycled:
             recycled = tables.local_blocks[tables.num_recycled : first]
             tables.local_blocks[tables.num_recycled : first] = [NULL_BLOCK] * len(recycled)
+            self.rows.recycle(tables.row, tables.num_recycled, first)
             tables.num_recycled = first
             self.local_pool.free(recycled)
             self.num_recycled += len(recycled)
@@ -171,10 +182,11 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         """Give back everything a request holds. Its last blocks are reused first, so that shared beginnings live longest."""
         tables = self.tables.pop(request.request_id)
+        self.rows.give_back(tables.row, len(tables.global_blocks))
         self.global_pool.free(reversed(tables.global_blocks))
         self.local_pool.free(reversed(tables.local_blocks))
         self._land(request.request_id, None)
-        request.num_published_blocks = 0
+        request.num_published_blocks = request.num_slots = 0
 
     def _land(self, request_id: str, count: int | None) -> None:
         """Take the first ``count`` (None: all) of a request's blocks off the list of those being computed."""
@@ -220,7 +232,16 @@ class KVCacheManager:
             assert NULL_BLOCK not in tables.global_blocks, "a global table has a hole"
             assert all(block == NULL_BLOCK for block in tables.local_blocks[: tables.num_recycled])
             assert NULL_BLOCK not in tables.local_blocks[tables.num_recycled :], "a local table has a hole inside the window"
-            assert len(tables.local_blocks) == len(tables.global_blocks)
+            length = len(tables.global_blocks)
+            assert len(tables.local_blocks) == length
+            for matrix, blocks in (
+                (self.rows.global_blocks, tables.global_blocks),
+                (self.rows.local_blocks, tables.local_blocks),
+            ):
+                assert matrix[tables.row, :length].tolist() == blocks, "the row of a table differs from it"
+                assert not matrix[tables.row, length:].any(), "a row is longer than its table"
+        rows = {tables.row for tables in self.tables.values()}
+        assert len(rows) == len(self.tables) == self.rows.num_taken, "a row belongs to two tables, or to none"
         if not self.tables:
             self.check_idle()
 

@@ -11,7 +11,7 @@ NO_MEMORY = "The server ran out of memory while it computed this request."
 
 def run_within_memory(
     runner: Runner, chunks: Sequence[SequenceChunk], on_fault: Callable[[StepMemoryError], None]
-) -> list[ChunkResult]:
+) -> Sequence[ChunkResult]:
     """One result per chunk, in order; the same as of ``runner.run``. ``on_fault`` is told each time that memory ran out.
 
     Parts may run one after the other because a chunk reads no blocks but those of its own sequence, earlier ones first.

@@ -1,9 +1,9 @@
 """A request as the engine sees it: token ids in, token ids out, and the state the scheduler keeps. Imports no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, overload
 
 from model.grammar_state import Grammar, GrammarState
 from model.sampling_params import SamplingParams
@@ -65,22 +65,48 @@ class RequestTimings:
     num_preemptions: int = 0
 
 
-@dataclass(slots=True)
+@dataclass
 class TokenOutput:
-    """What one engine step yielded for one request. The last one has ``finish_reason`` set.
+    """What one engine step yielded for one request. The last one has ``finish_reason`` set. Without slots, so that what most of
+    them have in common is stored once, in the class.
 
     A stop token is included in ``token_ids`` and named in ``stop_token_id``, so that the text can leave it out; it counts as a
     generated token. With max_tokens 0 there is exactly one output, without tokens, finish_reason "length".
     """
 
     token_ids: list[int]
-    logprobs: list[TokenLogprobs]
-    prompt_logprobs: list[TokenLogprobs] | None  # first output only; entry i is for prompt token i + 1
     num_cached_tokens: int
     timings: RequestTimings  # the request's own: they go on changing until it ends
+    logprobs: Sequence[TokenLogprobs] = ()  # one per token id, when asked for
+    prompt_logprobs: list[TokenLogprobs] | None = None  # first output only; entry i is for prompt token i + 1
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     mean_hidden: "npt.NDArray[np.float64] | None" = None  # [h], of all tokens of the prompt, where the request pools
+
+
+class OutputTokens(Sequence[int]):
+    """A request's tokens after the prompt, as they are whenever they are read: nothing is copied."""
+
+    __slots__ = ("_first", "_token_ids")
+
+    def __init__(self, token_ids: list[int], first: int) -> None:
+        self._token_ids = token_ids
+        self._first = first
+
+    def __len__(self) -> int:
+        return len(self._token_ids) - self._first
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self._token_ids[self._first :][index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._token_ids[self._first :])
 
 
 class RequestStatus(Enum):
@@ -99,6 +125,9 @@ class Request:
     token_ids: list[int] = field(init=False)  # prompt, then output
     num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = 0  # tokens whose keys and values are in the cache
+    num_slots: int = 0  # tokens that its blocks have room for
+    max_num_tokens: int = 0  # length at which it ends; the scheduler sets it
+    ending_ids: frozenset[int] = field(init=False)  # what a step may yield that ends it: stop tokens, and -1 for a fault
     num_cached_tokens: int = 0  # prompt tokens of the first admission that came from the prefix cache
     status: RequestStatus = RequestStatus.WAITING
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks, as far as they were needed
@@ -113,6 +142,7 @@ class Request:
     def __post_init__(self) -> None:
         self.token_ids = list(self.spec.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        self.ending_ids = self.sampling.stop_token_ids | {-1}
         grammar = self.spec.grammar
         self.grammar = None if grammar is None else grammar.new_state(self.sampling.stop_token_ids)
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from model.sequence_chunk import NOT_FINITE, ChunkResult
+from model.sequence_chunk import NOT_FINITE, ChunkResult, SampledTokens, sampled
 from server.engine.kv_manager import KVCacheManager
 from server.engine.request import FinishReason, Request, RequestExpiredError, RequestFailedError, RequestStatus, TokenOutput
 from server.engine.stats import EngineStats, StepKind
@@ -44,16 +44,27 @@ class ScheduledChunk:
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    chunks: list[ScheduledChunk] = field(default_factory=list)
+    """One step. ``decodes`` are requests that run the token sampled last, and nothing else; ``prefills`` all others."""
+
+    decodes: list[Request] = field(default_factory=list)
+    prefills: list[ScheduledChunk] = field(default_factory=list)
     num_preempted: int = 0
 
     @property
+    def num_sequences(self) -> int:
+        return len(self.decodes) + len(self.prefills)
+
+    @property
     def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        return len(self.decodes) + self.num_prefill_tokens
 
     @property
     def num_prefill_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks if not _decodes(chunk.request))
+        return sum(chunk.num_tokens for chunk in self.prefills)
+
+    def drop(self, request: Request) -> None:
+        self.decodes[:] = [other for other in self.decodes if other is not request]
+        self.prefills[:] = [chunk for chunk in self.prefills if chunk.request is not request]
 
     @property
     def kind(self) -> StepKind:
@@ -61,6 +72,7 @@ class ScheduledBatch:
         return "decode" if prefill == 0 else "prefill" if prefill == self.num_tokens else "mixed"
 
 
+RUNNING = RequestStatus.RUNNING  # the member of an Enum is looked up slowly
 RequestEvent = tuple[Request, TokenOutput | RequestFailedError | RequestExpiredError]
 
 
@@ -82,6 +94,10 @@ class Scheduler:
         self.clock = clock
         self.waiting: deque[Request] = deque()  # by priority; within one, the preempted, then the new in order of arrival
         self.running: list[Request] = []  # in order of admission
+        # The requests that decoded in the last step, if all it ran were such, and got a token each: while as many run, these are
+        # the ones that run. Those of them that had filled a block.
+        self._steady: list[Request] = []
+        self._at_border: list[Request] = []
         self.stats = EngineStats()
         # Prefill tokens in a step that also decodes; the step loop lowers it so that prefills don't stall running streams.
         self.mixed_prefill_tokens = config.max_num_batched_tokens
@@ -91,7 +107,12 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         assert request.num_tokens <= self.config.max_model_len, "the caller checks that a request can ever fit"
+        request.max_num_tokens = min(request.num_prompt_tokens + request.sampling.max_tokens, self.config.max_model_len)
         self.waiting.insert(bisect_right(self.waiting, request.spec.priority, key=_priority), request)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
 
     @property
     def has_work(self) -> bool:
@@ -109,35 +130,53 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """Choose the next step's chunks and allocate their blocks."""
         batch = ScheduledBatch()
-        self._schedule_decodes(batch)
+        prefills = self._schedule_decodes(batch)
         budget = self.max_step_tokens - batch.num_tokens
-        if batch.chunks:
+        if batch.num_sequences:
             budget = min(budget, self.mixed_prefill_tokens)
-        budget -= self._schedule_prefills(batch, budget)
-        if not batch.num_preempted:
+        budget -= self._schedule_prefills(batch, prefills, budget)
+        if not batch.num_preempted and self.waiting:
             budget -= self._schedule_waiting(batch, budget)
         self._extend_prefills(batch, budget)
-        assert batch.chunks or not self.running, "running requests must move in every step"
+        assert batch.num_sequences or not self.running, "running requests must move in every step"
         return batch
 
-    def _schedule_decodes(self, batch: ScheduledBatch) -> None:
-        for request in [r for r in self.running if r.num_uncomputed_tokens == 1]:
-            if len(batch.chunks) >= self.config.max_num_batched_tokens:
-                break
-            if request.status is RequestStatus.RUNNING and self._allocate_or_preempt(request, 1, batch):
-                batch.chunks.append(ScheduledChunk(request, 1))
+    def _schedule_decodes(self, batch: ScheduledBatch) -> list[Request]:
+        """Schedules every request with one uncomputed token; the others are returned. While the same ones decode from step to
+        step, nothing is done but for those that begin a block."""
+        decodes, prefills = batch.decodes, batch.prefills
+        if len(self._steady) == len(self.running):
+            decodes += self._steady
+            for request in self._at_border:
+                if request.status is RUNNING and request.num_tokens > request.num_slots:
+                    self._allocate_or_preempt(request, 1, batch)
+            return []
+        others: list[Request] = []
+        limit = self.config.max_num_batched_tokens
+        for request in list(self.running):
+            num_tokens = len(request.token_ids)
+            if num_tokens - request.num_computed_tokens != 1:
+                others.append(request)
+            elif request.status is not RUNNING or len(decodes) + len(prefills) >= limit:
+                continue
+            elif num_tokens <= request.num_slots or self._allocate_or_preempt(request, 1, batch):
+                if num_tokens > request.num_prompt_tokens:
+                    decodes.append(request)
+                else:
+                    prefills.append(ScheduledChunk(request, 1))
+        return others
 
-    def _schedule_prefills(self, batch: ScheduledBatch, budget: int) -> int:
+    def _schedule_prefills(self, batch: ScheduledBatch, prefills: list[Request], budget: int) -> int:
         used = 0
-        for request in [r for r in self.running if r.num_uncomputed_tokens > 1]:
+        for request in prefills:
             if used >= budget:
                 break
-            if request.status is not RequestStatus.RUNNING:
+            if request.status is not RUNNING:
                 continue
             others = bool(self.waiting) or request is not self.running[-1]
             chunk = self._chunk(request, budget - used, others)
             if self._allocate_or_preempt(request, chunk, batch):
-                batch.chunks.append(ScheduledChunk(request, chunk))
+                batch.prefills.append(ScheduledChunk(request, chunk))
                 used += chunk
         return used
 
@@ -153,7 +192,7 @@ class Scheduler:
             victim = max(reversed(self.running), key=_priority)  # the first of equals: the last admitted
             self._preempt(victim)
             batch.num_preempted += 1
-            batch.chunks = [chunk for chunk in batch.chunks if chunk.request is not victim]
+            batch.drop(victim)
             if victim is request:
                 return False
         return True
@@ -190,7 +229,10 @@ class Scheduler:
             allocated = self.kv.allocate(request, chunk)
             assert allocated, "admission counted too few blocks"
             self._count_admission(request, hit.num_tokens, hit.limited_by)
-            batch.chunks.append(ScheduledChunk(request, chunk))
+            if _decodes(request):
+                batch.decodes.append(request)  # it was preempted, and finds all but its last token in the prefix cache
+            else:
+                batch.prefills.append(ScheduledChunk(request, chunk))
             used += chunk
         return used
 
@@ -216,28 +258,26 @@ class Scheduler:
 
     def _extend_prefills(self, batch: ScheduledBatch, budget: int) -> None:
         """Give what is left of the budget to the prefills already chosen, in their order."""
-        for chunk in batch.chunks:
+        for chunk in batch.prefills:
             more = min(budget, chunk.request.num_uncomputed_tokens - chunk.num_tokens)
             if more > 0 and self.kv.allocate(chunk.request, chunk.num_tokens + more):
                 chunk.num_tokens += more
                 budget -= more
 
     def update(self, batch: ScheduledBatch, results: Sequence[ChunkResult]) -> list[RequestEvent]:
-        """Take a step's results: advance, publish and recycle, append sampled tokens, finish what is done."""
+        """Take a step's results, first the decodes': advance, publish and recycle, append sampled tokens, finish what is done."""
         events: list[RequestEvent] = []
-        for chunk, result in zip(batch.chunks, results, strict=True):
+        self._update_decodes(batch, results, events)
+        for chunk, result in zip(batch.prefills, results[len(batch.decodes) :], strict=True):
             request = chunk.request
-            if request.status is not RequestStatus.RUNNING:
-                continue  # aborted while the step ran
+            if request.status is not RUNNING:
+                continue
             position = request.num_computed_tokens
             samples = chunk.samples
-            if not _decodes(request):
-                self.stats.prefill_tokens_total += chunk.num_tokens
+            self.stats.prefill_tokens_total += chunk.num_tokens
             request.num_computed_tokens += chunk.num_tokens
             if result.error is not None:
-                self.stats.numerical_faults_total += result.error == NOT_FINITE
-                self._finish(request)
-                events.append((request, RequestFailedError(result.error)))
+                events.append(self._fail(request, result.error))
                 continue
             self.kv.commit(request)
             if result.hidden_sum is not None:
@@ -248,6 +288,54 @@ class Scheduler:
                 events.append((request, self._append(request, result)))
         return events
 
+    def _update_decodes(self, batch: ScheduledBatch, results: Sequence[ChunkResult], events: list[RequestEvent]) -> None:
+        self._at_border = []
+        if isinstance(results, SampledTokens) and not batch.prefills:
+            self._update_tokens(batch.decodes, results, events)
+            self._steady = batch.decodes
+            return
+        self._steady = []
+        for request, result in zip(batch.decodes, results, strict=False):
+            if request.status is RUNNING:  # else it was aborted while the step ran
+                self._update_decode(request, result, events)
+
+    def _update_tokens(self, requests: list[Request], results: SampledTokens, events: list[RequestEvent]) -> None:
+        """``_update_decode`` of each. Written for hundreds of them in each step, hence without a call for a request that gets its
+        next token and has nothing else to be done."""
+        block_size = self.kv.block_size
+        new_output = TokenOutput.__new__  # the constructor would take longer than all the rest
+        add_event = events.append
+        for request, token_id in zip(requests, results.token_ids, strict=True):
+            if request.status is not RUNNING:
+                continue
+            token_ids = request.token_ids
+            num_tokens = len(token_ids)
+            if num_tokens % block_size == 0 or num_tokens + 1 >= request.max_num_tokens or token_id in request.ending_ids:
+                self._update_decode(request, sampled(token_id), events)
+                continue
+            request.num_computed_tokens = num_tokens
+            token_ids.append(token_id)
+            output = new_output(TokenOutput)
+            output.token_ids = [token_id]
+            output.num_cached_tokens = request.num_cached_tokens
+            output.timings = request.timings
+            add_event((request, output))
+
+    def _update_decode(self, request: Request, result: ChunkResult, events: list[RequestEvent]) -> None:
+        request.num_computed_tokens += 1
+        if result.error is not None:
+            events.append(self._fail(request, result.error))
+            return
+        if request.num_computed_tokens % self.kv.block_size == 0:
+            self.kv.commit(request)
+            self._at_border.append(request)
+        events.append((request, self._append(request, result)))
+
+    def _fail(self, request: Request, error: str) -> RequestEvent:
+        self.stats.numerical_faults_total += error == NOT_FINITE
+        self._finish(request)
+        return request, RequestFailedError(error)
+
     def _append(self, request: Request, result: ChunkResult) -> TokenOutput:
         request.token_ids.extend(result.token_ids)
         if request.grammar is not None:
@@ -257,12 +345,11 @@ class Scheduler:
         reason, stop_token_id = self._finish_reason(request)
         output = TokenOutput(
             token_ids=result.token_ids,
-            logprobs=result.logprobs,
-            prompt_logprobs=None,
             num_cached_tokens=request.num_cached_tokens,
+            timings=request.timings,
+            logprobs=result.logprobs,
             finish_reason=reason,
             stop_token_id=stop_token_id,
-            timings=request.timings,
             mean_hidden=None if request.hidden_sum is None else request.hidden_sum / request.num_prompt_tokens,
         )
         if not request.has_output:
@@ -282,7 +369,7 @@ class Scheduler:
             return "stop", None
         if request.spec.pools:
             return "stop", None
-        if request.num_output_tokens >= request.sampling.max_tokens or request.num_tokens >= self.config.max_model_len:
+        if request.num_tokens >= request.max_num_tokens:
             return "length", None
         return None, None
 
@@ -294,7 +381,7 @@ class Scheduler:
 
     def abort(self, request: Request) -> None:
         """End a request in whatever state it is. Idempotent."""
-        if request.status is RequestStatus.RUNNING:
+        if request.status is RUNNING:
             self._finish(request)
         elif request.status is not RequestStatus.FINISHED:
             self.waiting.remove(request)
@@ -321,4 +408,5 @@ class Scheduler:
             first = self.kv.spec.first_local_block(request.num_computed_tokens)
             assert tables.num_recycled >= first, "a block outside the window is still held"
             assert len(tables.global_blocks) * self.kv.block_size >= request.num_computed_tokens
+            assert request.num_slots == len(tables.global_blocks) * self.kv.block_size
         self.kv.check_invariants()

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from model.ops.reference import ReferenceOps
-from model.sampler import NOTHING_LEFT, Sampler, uniform
+from model.random_streams import uniform
+from model.sampler import NOTHING_LEFT, Sampler
 from model.sampling_params import SamplingParams
 from model.sequence_chunk import ChunkResult, SequenceChunk
 

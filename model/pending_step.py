@@ -1,0 +1,34 @@
+"""A step between its launch and its results. Tokens are copied to pinned memory as soon as the device has drawn them, and an
+event says when they are there, so that nothing but the reader of the results waits."""
+
+from collections.abc import Sequence
+
+import torch
+
+from model.sequence_chunk import ChunkResult, SampledTokens
+
+
+class PendingStep:
+    """A step that was handed to the device. Tokens of plain chunks are on their way to the host; all else is there."""
+
+    def __init__(self, results: list[ChunkResult | None], plain: Sequence[int], drawn: torch.Tensor | None) -> None:
+        """``results`` are None at the indices in ``plain``, whose tokens are ``drawn``."""
+        self._results = results
+        self._plain = plain
+        self._drawn = drawn
+        self._copied: torch.cuda.Event | None = None
+        if drawn is not None and drawn.device.type == "cuda":
+            self._drawn = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True).copy_(drawn, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def results(self) -> Sequence[ChunkResult]:
+        """One per chunk, in order. Waits for the device."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        drawn = SampledTokens([] if self._drawn is None else self._drawn.tolist())
+        if len(drawn) == len(self._results):
+            return drawn
+        for index, result in zip(self._plain, drawn, strict=True):
+            self._results[index] = result
+        return [result for result in self._results if result is not None]
