@@ -80,9 +80,10 @@ class DecodeChunks(Sequence[SequenceChunk]):
         self._num_prompt_tokens = np.array(num_prompt_tokens, dtype=np.int64)
         self._make_chunk = make_chunk
 
-    def move(self, token_ids: Sequence[int], starts: Sequence[int]) -> None:
-        self.token_ids = np.array(token_ids, dtype=np.int64)
-        self.starts = np.array(starts, dtype=np.int64)
+    def move(self, token_ids: "npt.NDArray[np.int64]", starts: "npt.NDArray[np.int64]") -> None:
+        """Both [n], and not to be written to afterwards."""
+        self.token_ids = token_ids
+        self.starts = starts
 
     @property
     def positions(self) -> "npt.NDArray[np.int64]":

@@ -46,11 +46,16 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` free blocks, reference count 1 each. The caller has checked ``num_free``."""
+        blank = self._blank
+        if count == 1 and blank:  # as in most steps of a sequence that decodes
+            block = blank.pop()
+            self._ref_counts[block] = 1
+            return [block]
         assert count <= self.num_free, f"{self.name} pool: {count} blocks asked for, {self.num_free} free"
         blocks = []
         for _ in range(count):
-            if self._blank:
-                block = self._blank.pop()
+            if blank:
+                block = blank.pop()
             else:
                 block = next(iter(self._cached))
                 del self._cached[block]

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from model.sequence_chunk import ChunkResult, DecodeChunks, Runner, SequenceChunk, StepMemoryError
 from server.engine.kv_manager import KVCacheManager
 from server.engine.memory import run_within_memory
@@ -107,6 +109,7 @@ class EngineCore:
         sampled = self._sample_seconds()
         before_run = self._clock()
         results = self._run(chunks, num_tokens)
+        self._kv.rows.next_step()
         after_run = self._clock()
         num_running = self.scheduler.num_running
         events = expired + self.scheduler.update(batch, results)
@@ -144,8 +147,12 @@ class EngineCore:
         if self._num_admissions != self._kv.num_admissions or requests != self._decoding:
             self._num_admissions = self._kv.num_admissions
             self._decoding, self._decode_chunks = requests, self._new_decode_chunks(requests)
-        decodes = self._decode_chunks
-        decodes.move([request.token_ids[-1] for request in requests], [request.num_computed_tokens for request in requests])
+        decodes, group = self._decode_chunks, batch.group
+        if group is not None:
+            decodes.move(group.last_token_ids, group.num_tokens - 1)
+        else:
+            token_ids, starts = [r.token_ids[-1] for r in requests], [r.num_computed_tokens for r in requests]
+            decodes.move(np.array(token_ids, dtype=np.int64), np.array(starts, dtype=np.int64))
         if not batch.prefills:
             return decodes
         return [*decodes, *(self._sequence_chunk(chunk.request, chunk.num_tokens, chunk.samples) for chunk in batch.prefills)]

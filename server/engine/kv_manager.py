@@ -144,16 +144,17 @@ class KVCacheManager:
         """Grow both tables to hold ``num_new_tokens`` more; all or nothing. False when the global pool has too few blocks."""
         tables = self.tables[request.spec.request_id]
         total = self.spec.global_blocks(request.num_computed_tokens + num_new_tokens)
-        num_new = total - len(tables.global_blocks)
+        held = len(tables.global_blocks)
+        num_new = total - held
         if num_new <= 0:
             return True
         if num_new > self.global_pool.num_free:
             return False
         # The local pool is sized so that this can't fail (KVCacheSpec.local_pool_blocks); allocate() asserts it.
         local_blocks, global_blocks = self.local_pool.allocate(num_new), self.global_pool.allocate(num_new)
-        self.rows.append(tables.row, len(tables.global_blocks), global_blocks, local_blocks)
-        tables.local_blocks.extend(local_blocks)
-        tables.global_blocks.extend(global_blocks)
+        self.rows.append(tables.row, held, global_blocks, local_blocks)
+        tables.local_blocks += local_blocks
+        tables.global_blocks += global_blocks
         request.num_slots = total * self.block_size
         return True
 
@@ -161,15 +162,16 @@ class KVCacheManager:
         """After a step: publish the blocks it filled, then recycle the local blocks behind the window."""
         tables = self.tables[request.spec.request_id]
         num_computed = request.num_computed_tokens
-        full, published = num_computed // self.block_size, request.num_published_blocks
-        if self.prefix_caching and full > published:
-            hashes = self._block_hashes(request, full)
-            for index in range(published, full):
-                self.global_pool.publish(tables.global_blocks[index], hashes[index])
-                self.local_pool.publish(tables.local_blocks[index], hashes[index])
-            if request.spec.request_id in self._in_flight_of:
-                self._land(request.spec.request_id, full - published)
-            request.num_published_blocks = full
+        if self.prefix_caching:
+            full, published = num_computed // self.block_size, request.num_published_blocks
+            if full > published:
+                hashes = self._block_hashes(request, full)
+                for index in range(published, full):
+                    self.global_pool.publish(tables.global_blocks[index], hashes[index])
+                    self.local_pool.publish(tables.local_blocks[index], hashes[index])
+                if request.spec.request_id in self._in_flight_of:
+                    self._land(request.spec.request_id, full - published)
+                request.num_published_blocks = full
         first = self.spec.first_local_block(num_computed)
         if first > tables.num_recycled:
             recycled = tables.local_blocks[tables.num_recycled : first]
@@ -234,14 +236,11 @@ class KVCacheManager:
             assert NULL_BLOCK not in tables.local_blocks[tables.num_recycled :], "a local table has a hole inside the window"
             length = len(tables.global_blocks)
             assert len(tables.local_blocks) == length
-            for matrix, blocks in (
-                (self.rows.global_blocks, tables.global_blocks),
-                (self.rows.local_blocks, tables.local_blocks),
-            ):
-                assert matrix[tables.row, :length].tolist() == blocks, "the row of a table differs from it"
-                assert not matrix[tables.row, length:].any(), "a row is longer than its table"
-        rows = {tables.row for tables in self.tables.values()}
-        assert len(rows) == len(self.tables) == self.rows.num_taken, "a row belongs to two tables, or to none"
+            for rows, blocks in zip(self.rows.blocks[:, tables.row], (tables.global_blocks, tables.local_blocks), strict=True):
+                assert rows[:length].tolist() == blocks, "the row of a table differs from it"
+                assert not rows[length:].any(), "a row is longer than its table"
+        taken = {tables.row for tables in self.tables.values()}
+        assert len(taken) == len(self.tables) == self.rows.num_taken, "a row belongs to two tables, or to none"
         if not self.tables:
             self.check_idle()
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 from model.grammar_state import Grammar, GrammarState
 from model.sampling_params import SamplingParams
@@ -65,10 +65,8 @@ class RequestTimings:
     num_preemptions: int = 0
 
 
-@dataclass
-class TokenOutput:
-    """What one engine step yielded for one request. The last one has ``finish_reason`` set. Without slots, so that what most of
-    them have in common is stored once, in the class.
+class TokenOutput(NamedTuple):
+    """What one engine step yielded for one request. The last one has ``finish_reason`` set.
 
     A stop token is included in ``token_ids`` and named in ``stop_token_id``, so that the text can leave it out; it counts as a
     generated token. With max_tokens 0 there is exactly one output, without tokens, finish_reason "length".

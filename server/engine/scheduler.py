@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from model.sequence_chunk import NOT_FINITE, ChunkResult, SampledTokens, sampled
+from server.engine.decode_group import DecodeGroup
 from server.engine.kv_manager import KVCacheManager
 from server.engine.request import FinishReason, Request, RequestExpiredError, RequestFailedError, RequestStatus, TokenOutput
 from server.engine.stats import EngineStats, StepKind
@@ -49,6 +50,7 @@ class ScheduledBatch:
     decodes: list[Request] = field(default_factory=list)
     prefills: list[ScheduledChunk] = field(default_factory=list)
     num_preempted: int = 0
+    group: DecodeGroup | None = None  # of ``decodes``, where they are the same as in the step before
 
     @property
     def num_sequences(self) -> int:
@@ -63,6 +65,7 @@ class ScheduledBatch:
         return sum(chunk.num_tokens for chunk in self.prefills)
 
     def drop(self, request: Request) -> None:
+        self.group = None
         self.decodes[:] = [other for other in self.decodes if other is not request]
         self.prefills[:] = [chunk for chunk in self.prefills if chunk.request is not request]
 
@@ -94,10 +97,7 @@ class Scheduler:
         self.clock = clock
         self.waiting: deque[Request] = deque()  # by priority; within one, the preempted, then the new in order of arrival
         self.running: list[Request] = []  # in order of admission
-        # The requests that decoded in the last step, if all it ran were such, and got a token each: while as many run, these are
-        # the ones that run. Those of them that had filled a block.
-        self._steady: list[Request] = []
-        self._at_border: list[Request] = []
+        self._group: DecodeGroup | None = None  # the last step, if all of it just got a token; void once one has gone
         self.stats = EngineStats()
         # Prefill tokens in a step that also decodes; the step loop lowers it so that prefills don't stall running streams.
         self.mixed_prefill_tokens = config.max_num_batched_tokens
@@ -145,9 +145,11 @@ class Scheduler:
         """Schedules every request with one uncomputed token; the others are returned. While the same ones decode from step to
         step, nothing is done but for those that begin a block."""
         decodes, prefills = batch.decodes, batch.prefills
-        if len(self._steady) == len(self.running):
-            decodes += self._steady
-            for request in self._at_border:
+        group = self._group
+        if group is not None and len(group.requests) == len(self.running):
+            decodes += group.requests
+            batch.group = group
+            for request in group.begins_block:
                 if request.status is RUNNING and request.num_tokens > request.num_slots:
                     self._allocate_or_preempt(request, 1, batch)
             return []
@@ -289,37 +291,28 @@ class Scheduler:
         return events
 
     def _update_decodes(self, batch: ScheduledBatch, results: Sequence[ChunkResult], events: list[RequestEvent]) -> None:
-        self._at_border = []
-        if isinstance(results, SampledTokens) and not batch.prefills:
-            self._update_tokens(batch.decodes, results, events)
-            self._steady = batch.decodes
+        if isinstance(results, SampledTokens) and len(batch.decodes) == len(self.running):
+            self._update_group(batch.decodes, results.token_ids, events)
             return
-        self._steady = []
+        self._group = None
         for request, result in zip(batch.decodes, results, strict=False):
             if request.status is RUNNING:  # else it was aborted while the step ran
                 self._update_decode(request, result, events)
 
-    def _update_tokens(self, requests: list[Request], results: SampledTokens, events: list[RequestEvent]) -> None:
-        """``_update_decode`` of each. Written for hundreds of them in each step, hence without a call for a request that gets its
-        next token and has nothing else to be done."""
-        block_size = self.kv.block_size
-        new_output = TokenOutput.__new__  # the constructor would take longer than all the rest
-        add_event = events.append
-        for request, token_id in zip(requests, results.token_ids, strict=True):
-            if request.status is not RUNNING:
-                continue
-            token_ids = request.token_ids
-            num_tokens = len(token_ids)
-            if num_tokens % block_size == 0 or num_tokens + 1 >= request.max_num_tokens or token_id in request.ending_ids:
+    def _update_group(self, requests: list[Request], token_ids: list[int], events: list[RequestEvent]) -> None:
+        """``_update_decode`` of each. Hundreds of them get their next token in each step, and nothing else is to be done."""
+        group = self._group
+        if group is None or group.requests != requests:
+            group = self._group = DecodeGroup(requests)
+        ending = group.ending(token_ids)
+        if ending:
+            self._group = None
+            for request, token_id in zip(requests, token_ids, strict=True):
                 self._update_decode(request, sampled(token_id), events)
-                continue
-            request.num_computed_tokens = num_tokens
-            token_ids.append(token_id)
-            output = new_output(TokenOutput)
-            output.token_ids = [token_id]
-            output.num_cached_tokens = request.num_cached_tokens
-            output.timings = request.timings
-            add_event((request, output))
+            return
+        events += zip(requests, group.advance(token_ids, self.kv.block_size), strict=True)
+        for request in group.begins_block:
+            self.kv.commit(request)
 
     def _update_decode(self, request: Request, result: ChunkResult, events: list[RequestEvent]) -> None:
         request.num_computed_tokens += 1
@@ -328,7 +321,6 @@ class Scheduler:
             return
         if request.num_computed_tokens % self.kv.block_size == 0:
             self.kv.commit(request)
-            self._at_border.append(request)
         events.append((request, self._append(request, result)))
 
     def _fail(self, request: Request, error: str) -> RequestEvent:
@@ -343,20 +335,19 @@ class Scheduler:
                 if token_id not in request.sampling.stop_token_ids:  # these end the request, and the grammar lets them
                     request.grammar.accept(token_id)
         reason, stop_token_id = self._finish_reason(request)
+        is_first, request.has_output = not request.has_output, True
+        if is_first:
+            request.timings.first_token = self.clock()
         output = TokenOutput(
             token_ids=result.token_ids,
             num_cached_tokens=request.num_cached_tokens,
             timings=request.timings,
             logprobs=result.logprobs,
+            prompt_logprobs=request.prompt_logprobs if is_first and request.sampling.prompt_logprobs is not None else None,
             finish_reason=reason,
             stop_token_id=stop_token_id,
             mean_hidden=None if request.hidden_sum is None else request.hidden_sum / request.num_prompt_tokens,
         )
-        if not request.has_output:
-            request.has_output = True
-            request.timings.first_token = self.clock()
-            if request.sampling.prompt_logprobs is not None:
-                output.prompt_logprobs = request.prompt_logprobs
         if reason is not None:
             self._finish(request)
         return output
@@ -409,4 +400,6 @@ class Scheduler:
             assert tables.num_recycled >= first, "a block outside the window is still held"
             assert len(tables.global_blocks) * self.kv.block_size >= request.num_computed_tokens
             assert request.num_slots == len(tables.global_blocks) * self.kv.block_size
+        if self._group is not None and len(self._group.requests) == len(self.running):
+            self._group.check()
         self.kv.check_invariants()

@@ -1,7 +1,7 @@
 """``ModelRunner.launch``: a step of plain chunks is handed to the device without waiting; its results are those of ``run``."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from model.batch import ForwardBatch
 from model.gemma3 import Gemma3
 from model.ops.reference import ReferenceOps
+from model.runner import ModelRunner
 from model.sampling_params import SamplingParams
 from model.sequence_chunk import NOT_FINITE, DecodeChunks, SequenceChunk
 from model.stub_device import stub_runner
@@ -97,7 +99,7 @@ def test_nothing_that_the_device_computes_is_waited_for_before_the_results(
 
 
 def test_the_batch_of_a_decode_step_is_laid_out_without_waiting() -> None:
-    core = decoding_core(stub_runner(), [33] * 5, temperature=1.0)
+    core = decoding_core(stub_runner(), stub_runner().spec, [33] * 5, temperature=1.0)
     chunks = core._chunks(core.scheduler.schedule())
     assert isinstance(chunks, DecodeChunks)
     with refusing_to_wait():
@@ -122,13 +124,28 @@ def test_a_row_that_is_not_finite_fails_alone_without_being_waited_for(model: Ge
     assert results[1].error == NOT_FINITE
 
 
-def test_the_arrays_of_decodes_give_what_their_chunks_give() -> None:
-    """The same step from the engine's arrays and from the chunks that these make."""
-    core = decoding_core(stub_runner(), [5, 40, 17, 33, 900], temperature=1.0)
-    chunks = core._chunks(core.scheduler.schedule())
-    assert isinstance(chunks, DecodeChunks)
-    runner = stub_runner()
-    from_arrays, _ = runner._forward(chunks)
+def test_the_arrays_of_decodes_give_in_every_step_what_their_chunks_give() -> None:
+    """From the engine's arrays, with tables that are kept and changed from step to step, and from the chunks that these make."""
+    runner, fresh = stub_runner(), stub_runner()
+    core = decoding_core(runner, runner.spec, [5, 40, 17, 33, 900], temperature=1.0)
+    forward = runner._forward
+    steps = []
+
+    def checked(chunks: Sequence[SequenceChunk]) -> tuple[ForwardBatch, torch.Tensor]:
+        assert isinstance(chunks, DecodeChunks)
+        batch, hidden = forward(chunks)
+        compare(batch, chunks, fresh)
+        steps.append(id(chunks.scratch["tables"]))
+        return batch, hidden
+
+    runner._forward = checked  # type: ignore[method-assign]
+    for _ in range(700):
+        core.step()
+    assert core.stats.recycled_blocks_total > 40
+    assert 1 < len(set(steps)) < 10, "tables are copied anew when they have become too narrow, and not in every step"
+
+
+def compare(from_arrays: ForwardBatch, chunks: DecodeChunks, runner: ModelRunner) -> None:
     for given in (list(chunks), [replace(chunk, tables=None) for chunk in chunks]):
         from_chunks, _ = runner._forward(given)
         assert from_arrays.first_rows == from_chunks.first_rows
@@ -137,8 +154,12 @@ def test_the_arrays_of_decodes_give_what_their_chunks_give() -> None:
         for name in ("global_attention", "local_attention"):
             one, other = getattr(from_arrays, name), getattr(from_chunks, name)
             assert (one.query_lens, one.context_lens, one.window) == (other.query_lens, other.context_lens, other.window)
-            for field in ("query_start", "context_lens_tensor", "block_table", "slot_mapping"):
+            for field in ("query_start", "context_lens_tensor", "slot_mapping"):
                 assert getattr(one, field).equal(getattr(other, field)), field
+            width = other.block_table.shape[1]
+            assert one.block_table[:, :width].equal(other.block_table)
+            assert not one.block_table[:, width:].any()
+            assert one.block_table.is_contiguous()
     assert chunks.positions.tolist() == [chunk.position for chunk in chunks] == [len(chunk.output_token_ids) for chunk in chunks]
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from model.grammar_state import Grammar, GrammarFault
 from model.kv_cache_spec import KVCacheSpec
 from model.sampling_params import SamplingParams
-from model.sequence_chunk import ChunkResult, SequenceChunk, StepMemoryError, TokenLogprobs
+from model.sequence_chunk import ChunkResult, DecodeChunks, SampledTokens, SequenceChunk, StepMemoryError, TokenLogprobs
 from server.engine.core import EngineCore
 from server.engine.kv_manager import KVCacheManager
 from server.engine.request import GenerationSpec, RequestFailedError, TokenOutput
@@ -45,8 +45,9 @@ class CheckingRunner:
         self.fail_at_step: int | None = None
         self.memory: int | None = None  # tokens that one run has memory for
         self.num_refused = 0
+        self.num_array_steps = 0
 
-    def run(self, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
+    def run(self, chunks: Sequence[SequenceChunk]) -> Sequence[ChunkResult]:
         self.steps.append(list(chunks))
         if self.fail_at_step is not None and len(self.steps) > self.fail_at_step:
             raise RuntimeError("planted fault")
@@ -54,7 +55,21 @@ class CheckingRunner:
             self.num_refused += 1
             raise StepMemoryError("planted lack of memory")
         prefixes = [self._write(chunk) for chunk in chunks]
-        return [self._read(chunk, prefix) for chunk, prefix in zip(chunks, prefixes, strict=True)]
+        results = [self._read(chunk, prefix) for chunk, prefix in zip(chunks, prefixes, strict=True)]
+        if isinstance(chunks, DecodeChunks) and chunks.plain:  # then a real runner returns the bare tokens
+            self._check_arrays(chunks)
+            self.num_array_steps += 1
+            return SampledTokens([result.token_ids[0] for result in results])
+        return results
+
+    def _check_arrays(self, decodes: DecodeChunks) -> None:
+        """The arrays say what the chunks say, and the rows of the block tables what the tables say."""
+        for index, chunk in enumerate(decodes):
+            assert [decodes.token_ids[index]] == chunk.token_ids
+            assert (decodes.starts[index], decodes.positions[index]) == (chunk.start, chunk.position)
+            tables = (chunk.global_block_table, chunk.local_block_table)
+            for rows, table in zip(decodes.tables.blocks[:, decodes.rows[index]], tables, strict=True):
+                assert rows[: len(table)].tolist() == table
 
     def _slot(self, group: str, table: Sequence[int], position: int) -> tuple[str, int, int]:
         block = table[position // self.spec.block_size]

@@ -23,8 +23,8 @@ from tests.server.engine.test_scheduler import prompt
 class FaultyRunner(CheckingRunner):
     """Reports a numerical fault for prompts that begin with token 666."""
 
-    def run(self, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
-        results = super().run(chunks)
+    def run(self, chunks: Sequence[SequenceChunk]) -> Sequence[ChunkResult]:
+        results = list(super().run(chunks))
         for chunk, result in zip(chunks, results, strict=True):
             if chunk.prompt_token_ids[0] == 666:
                 result.error = NOT_FINITE

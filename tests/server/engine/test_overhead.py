@@ -15,7 +15,8 @@ C_CALLS_PER_SEQUENCE = 6  # length, two appends, a new output
 def calls(lengths: list[int], temperature: float = 0.0) -> Counter[str]:
     """Calls of Python functions and of built-in ones in a step in which every sequence decodes and none begins a block."""
     assert all(length % BLOCK_SIZE == 1 for length in lengths), "with the tokens of the first steps, all stay in their block"
-    core = decoding_core(stub_runner(BLOCK_SIZE), lengths, temperature)
+    runner = stub_runner(BLOCK_SIZE)
+    core = decoding_core(runner, runner.spec, lengths, temperature)
     for _ in range(2):
         core.step()  # the sequences are now the same from step to step
     counts: Counter[str] = Counter()

@@ -114,6 +114,7 @@ class EngineMachine(RuleBasedStateMachine):
         engine = self.engine
         engine.run()
         stats = engine.core.stats
+        seen["arrays"] += engine.runner.num_array_steps
         seen["preempt"] += stats.preemptions_total
         seen["hit"] += stats.prefix_hit_tokens_total
         seen["evict"] += stats.pools["global"].evicted_total
@@ -143,7 +144,7 @@ def test_random_walks_hold_every_invariant() -> None:
     seen.clear()
     walk()
     assert seen["step"] >= 5_000
-    for event in ("preempt", "hit", "evict", "evict local", "recycle", "limited local", "finish"):
+    for event in ("arrays", "preempt", "hit", "evict", "evict local", "recycle", "limited local", "finish"):
         assert seen[event] > 0, f"the walk never met {event!r}"
     for status in ("waiting", "running", "preempted"):
         assert seen[f"abort {status}"] > 0
