@@ -27,7 +27,7 @@ class BlockTableRows:
 
     @property
     def num_taken(self) -> int:
-        return self.blocks.shape[1] - len(self._free)
+        return len(self.blocks[GLOBAL]) - len(self._free)
 
     def take(self) -> int:
         """An empty row."""

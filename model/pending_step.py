@@ -11,8 +11,10 @@ from model.sequence_chunk import ChunkResult, SampledTokens
 class PendingStep:
     """A step that was handed to the device. Tokens of plain chunks are on their way to the host; all else is there."""
 
-    def __init__(self, results: list[ChunkResult | None], plain: Sequence[int], drawn: torch.Tensor | None) -> None:
-        """``results`` are None at the indices in ``plain``, whose tokens are ``drawn``."""
+    def __init__(
+        self, results: list[ChunkResult | None] | None, plain: Sequence[int] = (), drawn: torch.Tensor | None = None
+    ) -> None:
+        """``results`` are None at the indices in ``plain``, whose tokens are ``drawn``. None: all are such, of DecodeChunks."""
         self._results = results
         self._plain = plain
         self._drawn = drawn
@@ -26,9 +28,9 @@ class PendingStep:
         """One per chunk, in order. Waits for the device."""
         if self._copied is not None:
             self._copied.synchronize()
-        drawn = SampledTokens([] if self._drawn is None else self._drawn.tolist())
-        if len(drawn) == len(self._results):
-            return drawn
-        for index, result in zip(self._plain, drawn, strict=True):
+        tokens = SampledTokens([] if self._drawn is None else self._drawn.tolist())
+        if self._results is None:
+            return tokens
+        for index, result in zip(self._plain, tokens, strict=True):
             self._results[index] = result
         return [result for result in self._results if result is not None]

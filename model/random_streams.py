@@ -26,7 +26,8 @@ def stream_states(streams: Sequence[tuple[int, int]]) -> npt.NDArray[np.uint64]:
 
 def uniforms(states: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """``uniform`` of each stream at its position."""
-    return (_mix(states, positions.astype(np.uint64)) >> np.uint64(11)) * 2.0**-53
+    numbers: npt.NDArray[np.float64] = (_mix(states, positions.astype(np.uint64)) >> np.uint64(11)) * np.float64(2.0**-53)
+    return numbers
 
 
 def _mix(state: npt.NDArray[np.uint64], word: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

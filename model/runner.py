@@ -173,12 +173,10 @@ class ModelRunner:
     @torch.inference_mode()
     def _launch(self, chunks: Sequence[SequenceChunk]) -> PendingStep:
         if not chunks:
-            return PendingStep([], [], None)
+            return PendingStep([])
         batch, hidden = self._forward(chunks)
         if isinstance(chunks, DecodeChunks) and chunks.plain:
-            return PendingStep(
-                [None] * len(chunks), range(len(chunks)), self._draw(hidden, chunks, chunks.positions, chunks.scratch)
-            )
+            return PendingStep(None, drawn=self._draw(hidden, chunks, chunks.positions, chunks.scratch))
         chunks = list(chunks)
         results: list[ChunkResult | None] = [None] * len(chunks)
         rest = {index: ChunkResult() for index, chunk in enumerate(chunks) if not chunk.plain}
@@ -189,7 +187,7 @@ class ModelRunner:
             results[index] = result
         plain = [index for index, chunk in enumerate(chunks) if chunk.plain]
         if not plain:
-            return PendingStep(results, plain, None)
+            return PendingStep(results)
         last_rows = to_device(np.array([batch.first_rows[index + 1] - 1 for index in plain]), hidden.device)
         drawing = [chunks[index] for index in plain]
         positions = np.array([chunk.position for chunk in drawing])

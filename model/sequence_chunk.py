@@ -45,13 +45,16 @@ class SequenceChunk:
     position: int = -1  # of the random draw: the number of tokens generated so far, which is what a negative one becomes
     tables: BlockTableRows | None = None  # where both block tables are also row ``row``: of all chunks of a step, or of none
     row: int = 0
-    plain: bool = field(init=False)  # one token is drawn, from the logits as they are, and nothing else is wanted
 
     def __post_init__(self) -> None:
         if self.position < 0:
             self.position = len(self.output_token_ids)
+
+    @property
+    def plain(self) -> bool:
+        """One token is drawn, from the logits as they are, and nothing else is wanted."""
         asks = self.pools or self.grammar is not None or bool(self.prompt_targets)
-        self.plain = self.samples and not asks and self.sampling.plain
+        return self.samples and not asks and self.sampling.plain
 
 
 class DecodeChunks(Sequence[SequenceChunk]):
