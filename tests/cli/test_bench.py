@@ -96,3 +96,18 @@ def test_scheduling_counts_as_outside_the_model() -> None:
     spent = EngineSeconds(30.0, 1.0).since(EngineSeconds(10.0, 0.5)) + EngineSeconds(10.0, 0.5)
     assert spent == EngineSeconds(30.0, 1.0)
     assert spent.outside_model(40.0) == pytest.approx(0.275)
+
+
+def test_the_engines_overhead_is_measured_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--engine-overhead", "3", "--concurrency", "2", "5", "--prompt-tokens", "40"]) == 0
+    report = capsys.readouterr().out
+    assert "2 sequences, contexts up to 40 tokens, greedy; 3 steps" in report
+    assert "5 sequences" in report
+
+
+@pytest.mark.parametrize(
+    "options", [["0"], ["3", "http://127.0.0.1:1"], ["3", "--concurrency", "0"], ["3", "--prompt-tokens", "0"]]
+)
+def test_an_engine_overhead_that_cannot_be_measured_is_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--engine-overhead", *options]) != 0
+    assert "must be at least 1" in (error := capsys.readouterr().err) or "takes a number from 1 on" in error
