@@ -83,7 +83,7 @@ def build_batch(chunks: Sequence[SequenceChunk], spec: KVCacheSpec, device: torc
     )
 
 
-Tables = tuple[Sequence[torch.Tensor], Sequence[npt.NDArray[np.int32]]]
+Tables = tuple[torch.Tensor | Sequence[torch.Tensor], Sequence[npt.NDArray[np.int32]]]
 
 
 def _block_tables(

@@ -21,7 +21,7 @@ class PendingStep:
         self._copied: torch.cuda.Event | None = None
         if drawn is not None and drawn.device.type == "cuda":
             self._drawn = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True).copy_(drawn, non_blocking=True)
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
     def results(self) -> Sequence[ChunkResult]:
