@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SCHEDULING = ("request", "block_pool", "kv_manager", "scheduler", "stats")
+SCHEDULING = ("request", "block_pool", "kv_manager", "decode_group", "scheduled_batch", "scheduler", "stats")
 
 
 def sources(*patterns: str) -> list[Path]:

@@ -14,7 +14,8 @@ from model.sequence_chunk import ChunkResult, DecodeChunks, Runner, SequenceChun
 from server.engine.kv_manager import KVCacheManager
 from server.engine.memory import run_within_memory
 from server.engine.request import GenerationSpec, OutputTokens, Request, RequestTimings
-from server.engine.scheduler import RequestEvent, ScheduledBatch, Scheduler, SchedulerConfig
+from server.engine.scheduled_batch import ScheduledBatch
+from server.engine.scheduler import RequestEvent, Scheduler, SchedulerConfig
 from server.engine.stats import EngineStats, StepStats
 
 logger = logging.getLogger("gemserve.engine")

@@ -9,13 +9,14 @@ clock of its own.
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from model.sequence_chunk import NOT_FINITE, ChunkResult, SampledTokens, sampled
 from server.engine.decode_group import DecodeGroup
 from server.engine.kv_manager import KVCacheManager
 from server.engine.request import FinishReason, Request, RequestExpiredError, RequestFailedError, RequestStatus, TokenOutput
-from server.engine.stats import EngineStats, StepKind
+from server.engine.scheduled_batch import ScheduledBatch, ScheduledChunk
+from server.engine.stats import EngineStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,52 +28,6 @@ class SchedulerConfig:
     max_model_len: int
     # Tests only: admit on the first chunk instead of the whole prompt, so that preemption happens in every run.
     over_admission: bool = False
-
-
-@dataclass(slots=True)
-class ScheduledChunk:
-    """``num_tokens`` tokens of one request, from its first uncomputed one."""
-
-    request: Request
-    num_tokens: int
-
-    @property
-    def samples(self) -> bool:
-        """The chunk reaches the last known token, and the request wants another one."""
-        request = self.request
-        return self.num_tokens == request.num_uncomputed_tokens and request.sampling.max_tokens > 0
-
-
-@dataclass(slots=True)
-class ScheduledBatch:
-    """One step. ``decodes`` are requests that run the token sampled last, and nothing else; ``prefills`` all others."""
-
-    decodes: list[Request] = field(default_factory=list)
-    prefills: list[ScheduledChunk] = field(default_factory=list)
-    num_preempted: int = 0
-    group: DecodeGroup | None = None  # of ``decodes``, where they are the same as in the step before
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.decodes) + len(self.prefills)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.decodes) + self.num_prefill_tokens
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.prefills)
-
-    def drop(self, request: Request) -> None:
-        self.group = None
-        self.decodes[:] = [other for other in self.decodes if other is not request]
-        self.prefills[:] = [chunk for chunk in self.prefills if chunk.request is not request]
-
-    @property
-    def kind(self) -> StepKind:
-        prefill = self.num_prefill_tokens
-        return "decode" if prefill == 0 else "prefill" if prefill == self.num_tokens else "mixed"
 
 
 RUNNING = RequestStatus.RUNNING  # the member of an Enum is looked up slowly

@@ -110,4 +110,5 @@ def test_the_engines_overhead_is_measured_without_a_server(capsys: pytest.Captur
 )
 def test_an_engine_overhead_that_cannot_be_measured_is_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--engine-overhead", *options]) != 0
-    assert "must be at least 1" in (error := capsys.readouterr().err) or "takes a number from 1 on" in error
+    error = capsys.readouterr().err
+    assert "must be at least 1" in error or "takes a number from 1 on" in error
