@@ -6,7 +6,8 @@ text. Not thread-safe: one thread calls it.
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from itertools import accumulate
+from typing import TYPE_CHECKING, Self, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -26,6 +27,7 @@ from model.weight_cache import WeightCache
 
 if TYPE_CHECKING:
     from model.checkpoint.base import Checkpoint
+    from model.parallel.layers import ModelShard
 
 MAX_LOGITS_ROWS = 64  # rows of logits held at once: 64 MiB of float32 for a vocabulary of 262 144
 T = TypeVar("T")
@@ -83,16 +85,18 @@ class ModelRunner:
         progress: bool = True,
         num_valid_tokens: int | None = None,
         weight_cache: WeightCache | None = None,
-    ) -> "ModelRunner":
+        shard: "ModelShard | None" = None,
+    ) -> Self:
         """Load the weights of a checkpoint, one tensor at a time; the cache comes later, once its size is known.
 
         ``quantization`` is "auto", "none", "int8" or "int4". ``num_valid_tokens``: ids from here on have no token and are never
         sampled (a head may have more rows than the tokenizer has tokens); all of it when None. ``weight_cache``: where
-        packed weights are kept for the next load. Raises ConfigError for settings and CheckpointError for files.
+        packed weights are kept for the next load. ``shard``: the part of the model to load; all of it when None. Raises
+        ConfigError for settings and CheckpointError for files.
         """
-        target = _resolve_device(device)
+        target = resolve_device(device)
         torch_dtype = resolve_dtype(dtype, target)
-        config = checkpoint.config
+        config = checkpoint.config if shard is None else shard.config
         spec = config.kv_cache_spec(block_size, torch_dtype.itemsize)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -102,9 +106,12 @@ class ModelRunner:
         num_valid_tokens = min(config.vocab_size, num_valid_tokens or config.vocab_size)
         with torch.inference_mode():
             model = Gemma3(config, ops, num_valid_tokens)
+            if shard is not None:
+                shard.divide(model)
             if weight_cache is None or not weight_cache.restore(model):
                 total = len(model.weight_slots())
-                model.load_weights(_with_progress(checkpoint.tensors(), total, progress))
+                tensors = checkpoint.tensors() if shard is None else shard.part.tensors(checkpoint.tensors())
+                model.load_weights(_with_progress(tensors, total, progress))
                 if weight_cache is not None:
                     weight_cache.save(model)
         runner = cls(model, spec, ops)
@@ -197,13 +204,15 @@ class ModelRunner:
     def _sample(
         self, hidden: torch.Tensor, chunks: Sequence[SequenceChunk], first_rows: Sequence[int], results: list[ChunkResult]
     ) -> None:
-        sampling = [index for index, chunk in enumerate(chunks) if chunk.samples and results[index].error is None]
-        for part in _slices(sampling):
+        # Also of chunks that have failed: which rows have logits must follow from the chunks alone (``rows_of_logits``).
+        for part in _slices([index for index, chunk in enumerate(chunks) if chunk.samples]):
             logits = self.model.logits(hidden[[first_rows[index + 1] - 1 for index in part]])
             began = time.monotonic()
             drawn = self.sampler.sample(logits, [chunks[index] for index in part])
             self.sample_seconds += time.monotonic() - began
             for index, sampled in zip(part, drawn, strict=True):
+                if results[index].error is not None:
+                    continue
                 results[index].token_ids = sampled.token_ids
                 results[index].logprobs = sampled.logprobs
                 results[index].error = sampled.error
@@ -212,15 +221,11 @@ class ModelRunner:
         self, hidden: torch.Tensor, chunks: Sequence[SequenceChunk], first_rows: Sequence[int], results: list[ChunkResult]
     ) -> None:
         """Log-probabilities of prompt tokens, in slices of rows, so that no more than one slice of logits exists at a time."""
-        rows: list[tuple[int, int, int, int]] = []  # chunk, row of the flat batch, token that follows, alternatives asked for
-        for index, chunk in enumerate(chunks):
-            count = chunk.sampling.prompt_logprobs
-            if count is None:
-                continue
-            if any(not 0 <= target < self.model.head.num_valid_tokens for target in chunk.prompt_targets):
-                results[index].error = "A prompt token has no log-probability: its id has no token in the vocabulary."
-                continue
-            rows += [(index, first_rows[index] + i, target, count) for i, target in enumerate(chunk.prompt_targets)]
+        num_valid_tokens = self.model.head.num_valid_tokens
+        for chunk, result in zip(chunks, results, strict=True):
+            if not _has_valid_targets(chunk, num_valid_tokens):
+                result.error = "A prompt token has no log-probability: its id has no token in the vocabulary."
+        rows = _rows_to_score(chunks, first_rows, num_valid_tokens)
         for part in _slices(rows):
             logits = self.model.logits(hidden[[row for _, row, _, _ in part]])
             finite = self.ops.all_finite(logits).tolist()
@@ -240,12 +245,37 @@ def is_out_of_memory(error: Exception) -> bool:
     return any(text in str(error) for text in ("can't allocate memory", "not enough memory", "Cannot allocate memory"))
 
 
+def rows_of_logits(chunks: Sequence[SequenceChunk], num_valid_tokens: int) -> list[list[int]]:
+    """Rows of the flat batch whose logits ``run`` computes, those of each of its calls, in order."""
+    first_rows = (0, *accumulate(len(chunk.token_ids) for chunk in chunks))
+    scored = [row for _, row, _, _ in _rows_to_score(chunks, first_rows, num_valid_tokens)]
+    sampled = [end - 1 for chunk, end in zip(chunks, first_rows[1:], strict=True) if chunk.samples]
+    return [list(part) for rows in (scored, sampled) for part in _slices(rows)]
+
+
+def _rows_to_score(
+    chunks: Sequence[SequenceChunk], first_rows: Sequence[int], num_valid_tokens: int
+) -> list[tuple[int, int, int, int]]:
+    """Chunk, row of the flat batch, token that follows, and alternatives asked for, of each prompt token to be scored."""
+    return [
+        (index, first_rows[index] + i, target, chunk.sampling.prompt_logprobs)
+        for index, chunk in enumerate(chunks)
+        if chunk.sampling.prompt_logprobs is not None and _has_valid_targets(chunk, num_valid_tokens)
+        for i, target in enumerate(chunk.prompt_targets)
+    ]
+
+
+def _has_valid_targets(chunk: SequenceChunk, num_valid_tokens: int) -> bool:
+    asked = chunk.sampling.prompt_logprobs is not None
+    return not asked or all(0 <= target < num_valid_tokens for target in chunk.prompt_targets)
+
+
 def _slices(items: Sequence[T]) -> Iterator[Sequence[T]]:
     for first in range(0, len(items), MAX_LOGITS_ROWS):
         yield items[first : first + MAX_LOGITS_ROWS]
 
 
-def _resolve_device(device: str) -> torch.device:
+def resolve_device(device: str) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
