@@ -10,26 +10,32 @@ import json
 import logging
 import os
 import pickle
+import queue
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 from model.errors import ConfigError, ModelError
 from model.parallel.messages import Answer
 from model.parallel.split import FLAG
 
 WORKER = "model.parallel.worker"
-# What rank 0 waits for the end of a rank, once it has seen a connection break or told it to end.
-END_SECONDS = 5.0
+# How long rank 0 waits for news of a rank's end once something broke, and for the ends of ranks that have nothing to do.
+EXPLAIN_SECONDS = 5.0
+END_SECONDS = 2.0
+POLL_SECONDS = 1.0
 _PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main(*sys.argv[2:])"
 
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -98,6 +104,9 @@ class Ranks:
         answers: list[Answer] = []
         try:
             for rank in self._ranks:
+                while not rank.messages.poll(POLL_SECONDS):
+                    if self.death is not None:  # this rank may be waiting for the one that has ended
+                        raise self.death
                 answer: Any = rank.messages.recv()
                 assert isinstance(answer, Answer)
                 answers.append(answer)
@@ -120,8 +129,26 @@ class Ranks:
 
     def explain(self, error: Exception) -> Exception:
         """The end of a rank, where that is what an error comes from; else the error itself."""
-        self._died.wait(END_SECONDS)
+        self._died.wait(EXPLAIN_SECONDS)
         return error if self.death is None else self.death
+
+    def guarded(self, work: Callable[[], T]) -> T:
+        """What some work gives, or the end of a rank, for which it may wait in vain: it is left to itself then."""
+        outcome: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                outcome.put((True, work()))
+            except BaseException as error:  # raised where it is waited for
+                outcome.put((False, error))
+
+        self.on_death(lambda death: outcome.put((False, death)))
+        threading.Thread(target=run, name="gemserve-load-rank-0", daemon=True).start()
+        succeeded, result = outcome.get()
+        if not succeeded:
+            raise result
+        given: T = result
+        return given
 
     def _watch(self, rank: _Rank) -> None:
         content = b""
@@ -150,9 +177,10 @@ class Ranks:
         self._is_closing = True
         for rank in self._ranks:
             rank.messages.close()
+        deadline = time.monotonic() + END_SECONDS
         for rank in self._ranks:
             try:
-                rank.process.wait(END_SECONDS)
+                rank.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 rank.process.kill()
             rank.watcher.join()
@@ -170,3 +198,9 @@ def adopt(messages: str, lifeline: str) -> tuple[Connection, socket.socket]:
 
     threading.Thread(target=end_with_rank_0, name="gemserve-lifeline", daemon=True).start()
     return ends
+
+
+def report(lifeline: socket.socket, error: BaseException) -> None:
+    """Tell rank 0 why this rank is about to end."""
+    with contextlib.suppress(OSError):  # rank 0 has ended before
+        lifeline.sendall("".join(traceback.format_exception(error)).strip().encode())

@@ -91,8 +91,10 @@ class ParallelRunner(ShardRunner):
 
     def allocate_cache(self, plan: KVCachePlan) -> None:
         self.ranks.send(Call("allocate_cache", (plan,)))
-        super().allocate_cache(plan)
-        self._note(self.ranks.answers())
+        try:
+            super().allocate_cache(plan)
+        finally:
+            self._note(self.ranks.answers())
 
     def run(self, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
         """Raises StepMemoryError when any rank had no memory, and RankError when one has ended."""

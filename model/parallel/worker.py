@@ -6,13 +6,11 @@ import contextlib
 import logging
 import os
 import signal
-import socket
-import traceback
 from typing import TYPE_CHECKING, NoReturn
 
 from model.errors import ModelError
 from model.parallel.messages import Answer, Call, Connect, Load, Step
-from model.parallel.ranks import adopt
+from model.parallel.ranks import adopt, report
 from model.torch_import import defer_unused_modules
 
 if TYPE_CHECKING:
@@ -23,19 +21,22 @@ if TYPE_CHECKING:
 
 
 def main(rank: str, size: str, messages: str, lifeline: str) -> NoReturn:
-    for signum in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a service; rank 0 decides
-        signal.signal(signum, signal.SIG_IGN)
+    ignore_signals()
     connection, line = adopt(messages, lifeline)
     logging.getLogger().addHandler(logging.NullHandler())
     defer_unused_modules()
     try:
         Worker(int(rank), int(size), connection).serve()
     except BaseException as error:  # whatever ends this rank ends the group, and rank 0 is told why
-        with contextlib.suppress(OSError):
-            line.sendall("".join(traceback.format_exception(error)).strip().encode())
-            line.shutdown(socket.SHUT_WR)
+        report(line, error)
         os._exit(1)
     os._exit(0)  # native threads of the group must not meet the end of the interpreter
+
+
+def ignore_signals() -> None:
+    """They are sent to all processes of a service, and rank 0 decides."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
 
 
 class Worker:

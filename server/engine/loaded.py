@@ -108,7 +108,7 @@ def load_engine(
 
     ranks = Ranks(settings.tensor_parallel_size)  # they import torch while the checkpoint is read
     try:
-        return _load_engine(settings, report_phase, checkpoint, weight_cache, ranks)
+        return ranks.guarded(lambda: _load_engine(settings, report_phase, checkpoint, weight_cache, ranks))
     except BaseException:
         ranks.close()
         raise
