@@ -27,7 +27,6 @@ BODY = {
     "temperature": 0,
     "ignore_eos": True,
     "stream": True,
-    "logprobs": 1,
 }
 
 
