@@ -53,6 +53,10 @@ schema-test: .venv/test.stamp
 sanitize: .venv/test.stamp
 	tests/model/ops_cpu/sanitize.sh $(BIN)/python
 
+# Random checkpoints of every published size, with true widths and few layers: loaded, planned and run. 5 GB of disk, 8 GB of memory.
+sizes-test: .venv/test.stamp
+	$(BIN)/python -m tests.sizes $(ARGS)
+
 # promtool and a real Prometheus over the files of deploy/: those on the PATH, else Debian's package, which needs no installation.
 prometheus-test: .venv/test.stamp
 	command -v promtool > /dev/null && command -v prometheus > /dev/null || [ -x .venv/prometheus/usr/bin/promtool ] || \

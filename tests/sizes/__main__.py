@@ -6,7 +6,7 @@ import argparse
 import time
 
 from model.config import SIZES
-from tests.sizes.checks import run_size
+from tests.sizes.checks import run_sizes
 
 COLUMNS = "{:>5} {:>9} {:>9} {:>9} {:>9} {:>10} {:>8}"
 
@@ -17,12 +17,11 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
-    print(
-        COLUMNS.format("size", "weights", "peak", "kept", "matrix", "tokens", "seconds"), "(MiB; tokens that 4 GiB of cache hold)"
-    )
+    print("MiB; tokens that 4 GiB of cache hold")
+    print(COLUMNS.format("size", "weights", "peak", "kept", "matrix", "tokens", "seconds"))
     for size in arguments.sizes:
         began = time.monotonic()
-        measured = run_size(size, dtype=arguments.dtype, num_threads=arguments.threads)
+        measured = run_sizes([size], dtype=arguments.dtype, num_threads=arguments.threads)[size]
         sizes = (measured.weights, measured.peak, measured.kept, measured.largest)
         seconds = time.monotonic() - began
         print(COLUMNS.format(size, *(number >> 20 for number in sizes), measured.capacity_tokens, f"{seconds:.0f}"), flush=True)

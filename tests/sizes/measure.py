@@ -1,6 +1,6 @@
 """Loads checkpoints one after the other in a process of its own, runs a few steps of each and prints what that took, as JSON:
-``python -m tests.sizes.measure DTYPE FOLDER...``. Memory is the process's own (RssAnon of Linux): the pages of mapped files belong
-to the system, which takes them back when it needs them.
+``python -m tests.sizes.measure DTYPE FOLDER...``. Memory is the process's own (RssAnon of Linux): the pages of mapped files
+belong to the system, which takes them back when it needs them.
 """
 
 import json
