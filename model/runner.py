@@ -6,7 +6,6 @@ text. Not thread-safe: one thread calls it.
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Self, TypeVar
 
 import torch
@@ -204,15 +203,13 @@ class ModelRunner:
     def _sample(
         self, hidden: torch.Tensor, chunks: Sequence[SequenceChunk], first_rows: Sequence[int], results: list[ChunkResult]
     ) -> None:
-        # Also of chunks that have failed: which rows have logits must follow from the chunks alone (``rows_of_logits``).
-        for part in _slices([index for index, chunk in enumerate(chunks) if chunk.samples]):
+        sampling = [index for index, chunk in enumerate(chunks) if chunk.samples and results[index].error is None]
+        for part in _slices(sampling):
             logits = self.model.logits(hidden[[first_rows[index + 1] - 1 for index in part]])
             began = time.monotonic()
             drawn = self.sampler.sample(logits, [chunks[index] for index in part])
             self.sample_seconds += time.monotonic() - began
             for index, sampled in zip(part, drawn, strict=True):
-                if results[index].error is not None:
-                    continue
                 results[index].token_ids = sampled.token_ids
                 results[index].logprobs = sampled.logprobs
                 results[index].error = sampled.error
@@ -221,11 +218,15 @@ class ModelRunner:
         self, hidden: torch.Tensor, chunks: Sequence[SequenceChunk], first_rows: Sequence[int], results: list[ChunkResult]
     ) -> None:
         """Log-probabilities of prompt tokens, in slices of rows, so that no more than one slice of logits exists at a time."""
-        num_valid_tokens = self.model.head.num_valid_tokens
-        for chunk, result in zip(chunks, results, strict=True):
-            if not _has_valid_targets(chunk, num_valid_tokens):
-                result.error = "A prompt token has no log-probability: its id has no token in the vocabulary."
-        rows = _rows_to_score(chunks, first_rows, num_valid_tokens)
+        rows: list[tuple[int, int, int, int]] = []  # chunk, row of the flat batch, token that follows, alternatives asked for
+        for index, chunk in enumerate(chunks):
+            count = chunk.sampling.prompt_logprobs
+            if count is None:
+                continue
+            if any(not 0 <= target < self.model.head.num_valid_tokens for target in chunk.prompt_targets):
+                results[index].error = "A prompt token has no log-probability: its id has no token in the vocabulary."
+                continue
+            rows += [(index, first_rows[index] + i, target, count) for i, target in enumerate(chunk.prompt_targets)]
         for part in _slices(rows):
             logits = self.model.logits(hidden[[row for _, row, _, _ in part]])
             finite = self.ops.all_finite(logits).tolist()
@@ -243,31 +244,6 @@ def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return any(text in str(error) for text in ("can't allocate memory", "not enough memory", "Cannot allocate memory"))
-
-
-def rows_of_logits(chunks: Sequence[SequenceChunk], num_valid_tokens: int) -> list[list[int]]:
-    """Rows of the flat batch whose logits ``run`` computes, those of each of its calls, in order."""
-    first_rows = (0, *accumulate(len(chunk.token_ids) for chunk in chunks))
-    scored = [row for _, row, _, _ in _rows_to_score(chunks, first_rows, num_valid_tokens)]
-    sampled = [end - 1 for chunk, end in zip(chunks, first_rows[1:], strict=True) if chunk.samples]
-    return [list(part) for rows in (scored, sampled) for part in _slices(rows)]
-
-
-def _rows_to_score(
-    chunks: Sequence[SequenceChunk], first_rows: Sequence[int], num_valid_tokens: int
-) -> list[tuple[int, int, int, int]]:
-    """Chunk, row of the flat batch, token that follows, and alternatives asked for, of each prompt token to be scored."""
-    return [
-        (index, first_rows[index] + i, target, chunk.sampling.prompt_logprobs)
-        for index, chunk in enumerate(chunks)
-        if chunk.sampling.prompt_logprobs is not None and _has_valid_targets(chunk, num_valid_tokens)
-        for i, target in enumerate(chunk.prompt_targets)
-    ]
-
-
-def _has_valid_targets(chunk: SequenceChunk, num_valid_tokens: int) -> bool:
-    asked = chunk.sampling.prompt_logprobs is not None
-    return not asked or all(0 <= target < num_valid_tokens for target in chunk.prompt_targets)
 
 
 def _slices(items: Sequence[T]) -> Iterator[Sequence[T]]:

@@ -3,6 +3,8 @@ embedding and a head whose logits are gathered. Everything else of the network, 
 smaller model and knows of no other rank.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from model.checkpoint.base import HEAD
@@ -14,6 +16,8 @@ from model.ops import LinearRole, Ops
 from model.ops.cpu_weights import GROUP
 from model.parallel.group import Group
 from model.parallel.split import FLAG, Part, divided_config
+
+MAX_ROWS = 64  # of logits gathered at once
 
 
 class RowParallelLinear(Linear):
@@ -45,7 +49,8 @@ class DividedEmbedding(Embedding):
 
 
 class DividedHead(Head):
-    """Each rank computes the logits of its rows. ``forward`` is that of a whole head on rank 0; elsewhere nobody reads it."""
+    """Each rank computes the logits of its rows of the vocabulary, for hidden states that rank 0 sends: on rank 0 ``forward`` is
+    that of a whole head, and the others, whom ``announce`` tells to, call ``take_part``."""
 
     def __init__(self, group: Group, ops: Ops, part: Part) -> None:
         super().__init__(ops, part.whole, part.num_valid_tokens)
@@ -53,14 +58,41 @@ class DividedHead(Head):
         self.widths = part.widths
         self.out_features = len(part.embedding_rows)
         self.pieces = {HEAD: self.out_features}
+        self.announce: Callable[[int], None] | None = None  # that so many rows are sent next
+        # Taken once, so that it is there when memory runs out: what each rank sends and rank 0 receives, and hidden states.
+        count = 1 + group.size if group.rank == 0 else 1
+        self.sent, *self.received = torch.empty(count, MAX_ROWS, max(self.widths), device=ops.device)
+        self.hidden = torch.empty(MAX_ROWS, self.in_features, dtype=ops.dtype, device=ops.device)
 
     def pack(self, weight: torch.Tensor, *, shared: bool = False) -> None:
         Linear.pack(self, weight[: self.widths[self.group.rank]], shared=shared)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        columns = super().forward(x)
-        gathered = self.group.gather_columns(columns, self.widths)
-        return columns if gathered is None else gathered
+        slices = [self._slice(rows) for rows in torch.split(x, MAX_ROWS)]
+        return slices[0] if len(slices) == 1 else torch.cat(slices)
+
+    def _slice(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.announce is not None, "rank 0 only"
+        num_rows = len(x)
+        self.announce(num_rows)
+        self.group.broadcast(x.contiguous())
+        self._send(x)
+        parts = zip(self.received, self.widths, strict=True)
+        return torch.cat([part[:num_rows, :width] for part, width in parts], dim=1)
+
+    def take_part(self, num_rows: int) -> None:
+        """Compute this rank's logits of the next hidden states."""
+        hidden = self.hidden[:num_rows]
+        self.group.broadcast(hidden)
+        self._send(hidden)
+
+    def _send(self, x: torch.Tensor) -> None:
+        """Logits of this rank's rows to rank 0. Whatever happens, something is sent: the others wait for it."""
+        sent = self.sent[: len(x)]
+        try:
+            sent[:, : self.widths[self.group.rank]] = super().forward(x)  # what stands beyond is cut off again
+        finally:
+            self.group.gather(sent, [part[: len(x)] for part in self.received])
 
 
 class ModelShard:

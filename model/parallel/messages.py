@@ -39,9 +39,16 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Run one step."""
+    """Compute the network of one step."""
 
     chunks: list[SequenceChunk]  # as far as they matter to the network
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """Compute logits of so many hidden states, which are sent next."""
+
+    num_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +60,20 @@ class Answer:
     no_memory: str | None = None
 
 
+_ANY = SamplingParams(max_tokens=0)
+
+
 def network_part(chunk: SequenceChunk) -> SequenceChunk:
     """A chunk with what decides what the network computes, packed for the way; everything else is rank 0's business."""
-    sampling = SamplingParams(max_tokens=0, prompt_logprobs=chunk.sampling.prompt_logprobs)
     return replace(
         chunk,
         token_ids=_packed(chunk.token_ids),
         global_block_table=_packed(chunk.global_block_table),
         local_block_table=_packed(chunk.local_block_table),
-        sampling=sampling,
+        sampling=_ANY,
         prompt_token_ids=(),
         output_token_ids=(),
-        prompt_targets=_packed(chunk.prompt_targets),
+        prompt_targets=(),
         grammar=None,
         pools=False,
     )

@@ -16,7 +16,7 @@ from model.errors import ConfigError
 from model.kv_cache_spec import KVCachePlan
 from model.parallel.group import Group
 from model.parallel.layers import ModelShard, check_quantization
-from model.parallel.messages import Answer, Call, Connect, Load, Step, network_part
+from model.parallel.messages import Answer, Call, Connect, Load, Logits, Step, network_part
 from model.parallel.ranks import Ranks
 from model.parallel.shard_runner import ShardRunner
 from model.parallel.split import FLAG, divided_config
@@ -34,7 +34,7 @@ class ParallelRunner(ShardRunner):
 
     ranks: Ranks
     _free_elsewhere: list[int]
-    _is_announced = False
+    _unanswered = 0  # messages of the step
 
     @classmethod
     def load_on(
@@ -72,6 +72,7 @@ class ParallelRunner(ShardRunner):
             runner = cls.load(checkpoint, device=str(joined.device), shard=shard, **arguments, **common)
             runner.ranks = ranks
             runner.join(joined)
+            runner.head.announce = lambda num_rows: runner._tell(Logits(num_rows))
             runner._note(ranks.answers())
         except BaseException:
             if group is None:
@@ -115,24 +116,28 @@ class ParallelRunner(ShardRunner):
         return hidden
 
     def _forward(self, chunks: Sequence[SequenceChunk]) -> tuple[ForwardBatch, torch.Tensor]:
-        self.begin_step(chunks)
-        self.ranks.send(Step([network_part(chunk) for chunk in chunks]))
-        self._is_announced = True
+        self._tell(Step([network_part(chunk) for chunk in chunks]))
         return super()._forward(chunks)
+
+    def _tell(self, message: Step | Logits) -> None:
+        self.ranks.send(message)
+        self._unanswered += 1
 
     def _finish_step(self) -> None:
         """Let the other ranks end the step, however far this one came. Raises StepMemoryError."""
-        if not self._is_announced:
-            return
-        self._is_announced = False
         try:
             self.group.finish_step()
         except Exception as error:
             self._raise_death(error)
             raise
-        for rank, answer in enumerate(self.ranks.answers(), 1):
-            if answer.no_memory is not None:
-                raise StepMemoryError(f"rank {rank}: {answer.no_memory}")
+        reason = None
+        while self._unanswered:
+            for rank, answer in enumerate(self.ranks.answers(), 1):
+                if answer.no_memory is not None:
+                    reason = f"rank {rank}: {answer.no_memory}"
+            self._unanswered -= 1
+        if reason is not None:
+            raise StepMemoryError(reason)
 
     def _raise_death(self, error: Exception) -> None:
         """Raise what an error comes from, where that is the end of a rank."""

@@ -9,7 +9,7 @@ import signal
 from typing import TYPE_CHECKING, NoReturn
 
 from model.errors import ModelError
-from model.parallel.messages import Answer, Call, Connect, Load, Step
+from model.parallel.messages import Answer, Call, Connect, Load, Logits, Step
 from model.parallel.ranks import adopt, report
 from model.torch_import import defer_unused_modules
 
@@ -78,6 +78,8 @@ class Worker:
                     getattr(self._loaded, method)(*arguments)
                 case Step(chunks):
                     return Answer(no_memory=self._loaded.take_part(chunks))
+                case Logits(num_rows):
+                    return Answer(no_memory=self._loaded.take_part_in_logits(num_rows))
                 case _:
                     raise TypeError(f"unknown message {message!r}")
         except ModelError as fault:

@@ -24,7 +24,7 @@ from model.sampling_params import SamplingParams
 from model.sequence_chunk import NOT_FINITE, ChunkResult, SequenceChunk, StepMemoryError
 from server.engine.memory import run_within_memory
 from tests.model.harness import GREEDY, Harness, TestSequence, assert_close
-from tests.model.parallel.hungry_worker import HUNGRY
+from tests.model.parallel.hungry_worker import HUNGRY, HUNGRY_ROWS
 from tests.model.tiny_models import TINY_FOLDER, random_prompt
 from tests.tiny import write_tiny_folder
 
@@ -241,6 +241,17 @@ class TestLackOfMemory:
         assert len(faults) == 1
         assert result.token_ids == self.expected(alone, HUNGRY)
 
+    def test_of_another_rank_in_its_logits(self, loaded: ParallelRunner, alone: ModelRunner) -> None:
+        tokens = []
+        for runner in (loaded, alone):
+            harness = RecordingHarness(runner, num_seqs=HUNGRY_ROWS)
+            chunks = [prefill(runner, harness, 4, seed)[0] for seed in range(HUNGRY_ROWS)]
+            faults: list[StepMemoryError] = []
+            results = run_within_memory(harness.runner, chunks, faults.append)
+            tokens.append([result.token_ids for result in results])
+            assert [str(fault) for fault in faults] == (["rank 1: no memory for logits"] if runner is loaded else [])
+        assert tokens[0] == tokens[1]
+
     def test_of_rank_0_between_two_layers(
         self, loaded: ParallelRunner, alone: ModelRunner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -258,6 +269,19 @@ class TestLackOfMemory:
             with pytest.raises(StepMemoryError, match="CUDA out of memory"):
                 loaded.run([chunk])
         assert loaded.run([chunk])[0].token_ids == self.expected(alone, 9)
+
+    def test_of_rank_0_in_its_logits(self, loaded: ParallelRunner, alone: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+        harness = RecordingHarness(loaded)
+        chunk, _ = prefill(loaded, harness, 8)
+
+        def hungry(*args: object) -> torch.Tensor:
+            raise torch.OutOfMemoryError("no memory for logits")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(loaded.ops, "logits", hungry)
+            with pytest.raises(StepMemoryError, match="no memory for logits"):
+                loaded.run([chunk])
+        assert loaded.run([chunk])[0].token_ids == self.expected(alone, 8)
 
     def test_of_rank_0_between_two_slices_of_logits(
         self, loaded: ParallelRunner, alone: ModelRunner, monkeypatch: pytest.MonkeyPatch
