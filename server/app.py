@@ -72,7 +72,8 @@ def create_app(
                 await state.loaded.engine.drain(0.0)  # the command line has waited for running requests before
                 await state.loaded.engine.stop()
                 state.loaded.grammars.close()
-                if state.loaded.engine.has_stopped:  # else a step uses what would be closed, and the process ends without it
+                # A step that goes on uses what would be closed, and the process ends without it.
+                if state.loaded.close is not None and state.loaded.engine.has_stopped:
                     await asyncio.to_thread(state.loaded.close)
             if state.tracer is not None:
                 await _close_tracer(state.tracer)
@@ -147,7 +148,8 @@ def _start_loading(app: FastAPI, state: ServerState, factory: EngineFactory) -> 
 
     def loaded(engine: LoadedEngine) -> None:
         if state.is_stopping:
-            engine.close()
+            if engine.close is not None:
+                engine.close()
             return
         memory = state.memory = MemoryReadings(engine.read_memory)
 

@@ -49,7 +49,7 @@ class LoadedEngine:
     read_memory: Callable[[], dict[str, int]] = dict
     # Has a callback told of a fault outside the engine's steps: the end of a process that holds a part of the model.
     watch: Callable[[Callable[[BaseException], None]], None] = lambda callback: None
-    close: Callable[[], None] = lambda: None  # ends such processes, once the engine's thread has ended
+    close: Callable[[], None] | None = None  # ends such processes, once the engine's thread has ended; None: there are none
 
 
 class _Phases:
