@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +65,13 @@ _ANY = SamplingParams(max_tokens=0)
 
 def network_part(chunk: SequenceChunk) -> SequenceChunk:
     """A chunk with what decides what the network computes, packed for the way; everything else is rank 0's business."""
-    return replace(
-        chunk,
+    return SequenceChunk(
         token_ids=_packed(chunk.token_ids),
+        start=chunk.start,
         global_block_table=_packed(chunk.global_block_table),
         local_block_table=_packed(chunk.local_block_table),
         sampling=_ANY,
-        prompt_token_ids=(),
-        output_token_ids=(),
-        prompt_targets=(),
-        grammar=None,
-        pools=False,
+        samples=False,
     )
 
 
