@@ -12,7 +12,7 @@ from tests.sizes.checkpoints import write_checkpoint
 from tests.sizes.measure import Measured
 
 ROOT = Path(__file__).parents[2]
-# Python's objects, threads' stacks, and freed matrices of up to 32 MiB, which the allocator keeps: none of it grows with the model.
+# Python's objects, threads' stacks, freed matrices of up to 32 MiB, which the allocator keeps: it does not grow with the model.
 SLACK_BYTES = 64 << 20
 
 
