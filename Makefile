@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: run test lint format docs bench soak overload fuzz schema-test sanitize prometheus-test nginx-test image-test router-test ray-test scaling-check clean
+.PHONY: run test lint format docs bench soak overload fuzz schema-test sanitize sizes-test prometheus-test nginx-test image-test router-test ray-test scaling-check clean
 
 run: .venv/demo.stamp
 	$(BIN)/gemserve serve --host 127.0.0.1 --port 8000 $(ARGS)
