@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input -c co
 INPUTS := pyproject.toml constraints.txt
 
 .PHONY: run test lint format docs bench soak overload fuzz schema-test sanitize prometheus-test nginx-test image-test \
-  router-test ray-test scaling-check gpu-test gpu-compile clean
+  router-test ray-test scaling-check gpu-test gpu-compile sizes-test clean
 
 run: .venv/demo.stamp
 	$(BIN)/gemserve serve --host 127.0.0.1 --port 8000 $(ARGS)
@@ -65,6 +65,10 @@ gpu-test: .venv/test.stamp
 # Every CUDA kernel of every published size, compiled for Ampere and Hopper on any machine. Takes minutes.
 gpu-compile: .venv/test.stamp
 	$(BIN)/python -m tests.model.ops_cuda.compile_kernels $(ARGS)
+
+# Random checkpoints of every published size, with true widths and few layers: loaded, planned and run. 5 GB of disk, 8 GB of memory.
+sizes-test: .venv/test.stamp
+	$(BIN)/python -m tests.sizes $(ARGS)
 
 # promtool and a real Prometheus over the files of deploy/: those on the PATH, else Debian's package, which needs no installation.
 prometheus-test: .venv/test.stamp

@@ -139,6 +139,7 @@ class Gemma3(nn.Module):
         self.final_norm = NormScale(ops, "model.norm.weight", config.hidden_size)
         self.head = Head(ops, config, num_valid_tokens)
         self.operands: list[LayerOperands] = []  # one per layer, once the weights are there
+        self.runs_whole_layers = True  # as one operation, where the backend has it
         self.local_rotary = RotaryEmbedding(config.head_dim, config.rope_local_theta, 1.0, ops.device)
         self.global_rotary = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling_factor, ops.device)
 
@@ -213,8 +214,9 @@ class Gemma3(nn.Module):
         each_layer = zip(layers, self.operands, cache.layers, self.next_norms(), strict=True)
         for layer, operands, kept, next_norm in each_layer:
             kind = layer.is_global
-            whole = self.ops.decoder_layer(operands, hidden, residual, rotary[kind], kept.keys, kept.values, metadata[kind])
-            if not whole:
+            if not self.runs_whole_layers or not self.ops.decoder_layer(
+                operands, hidden, residual, rotary[kind], kept.keys, kept.values, metadata[kind]
+            ):
                 hidden = layer(hidden, residual, rotary[kind], kept, metadata[kind], next_norm)
         return hidden
 

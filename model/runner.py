@@ -6,7 +6,7 @@ text. Not thread-safe: one thread calls it.
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from model.weight_cache import WeightCache
 
 if TYPE_CHECKING:
     from model.checkpoint.base import Checkpoint
+    from model.parallel.layers import ModelShard
 
 # Rows of logits held at once: 64 of float32 are 64 MiB for a vocabulary of 262 144. Elsewhere than on a CPU, each slice costs the
 # host more than the device.
@@ -89,16 +90,18 @@ class ModelRunner:
         progress: bool = True,
         num_valid_tokens: int | None = None,
         weight_cache: WeightCache | None = None,
-    ) -> "ModelRunner":
+        shard: "ModelShard | None" = None,
+    ) -> Self:
         """Load the weights of a checkpoint, one tensor at a time; the cache comes later, once its size is known.
 
         ``quantization`` is "auto", "none", "int8" or "int4". ``num_valid_tokens``: ids from here on have no token and are never
         sampled (a head may have more rows than the tokenizer has tokens); all of it when None. ``weight_cache``: where
-        packed weights are kept for the next load. Raises ConfigError for settings and CheckpointError for files.
+        packed weights are kept for the next load. ``shard``: the part of the model to load; all of it when None. Raises
+        ConfigError for settings and CheckpointError for files.
         """
-        target = _resolve_device(device)
+        target = resolve_device(device)
         torch_dtype = resolve_dtype(dtype, target)
-        config = checkpoint.config
+        config = checkpoint.config if shard is None else shard.config
         spec = config.kv_cache_spec(block_size, torch_dtype.itemsize)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
@@ -108,9 +111,12 @@ class ModelRunner:
         num_valid_tokens = min(config.vocab_size, num_valid_tokens or config.vocab_size)
         with torch.inference_mode():
             model = Gemma3(config, ops, num_valid_tokens)
+            if shard is not None:
+                shard.divide(model)
             if weight_cache is None or not weight_cache.restore(model):
                 total = len(model.weight_slots())
-                model.load_weights(_with_progress(checkpoint.tensors(), total, progress))
+                tensors = checkpoint.tensors() if shard is None else shard.part.tensors(checkpoint.tensors())
+                model.load_weights(_with_progress(tensors, total, progress))
                 if weight_cache is not None:
                     weight_cache.save(model)
         runner = cls(model, spec, ops)
@@ -288,7 +294,7 @@ def _slices(items: Sequence[T], length: int) -> Iterator[Sequence[T]]:
         yield items[first : first + length]
 
 
-def _resolve_device(device: str) -> torch.device:
+def resolve_device(device: str) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -72,6 +72,9 @@ def create_app(
                 await state.loaded.engine.drain(0.0)  # the command line has waited for running requests before
                 await state.loaded.engine.stop()
                 state.loaded.grammars.close()
+                # A step that goes on uses what would be closed, and the process ends without it.
+                if state.loaded.close is not None and state.loaded.engine.has_stopped:
+                    await asyncio.to_thread(state.loaded.close)
             if state.tracer is not None:
                 await _close_tracer(state.tracer)
 
@@ -145,6 +148,8 @@ def _start_loading(app: FastAPI, state: ServerState, factory: EngineFactory) -> 
 
     def loaded(engine: LoadedEngine) -> None:
         if state.is_stopping:
+            if engine.close is not None:
+                engine.close()
             return
         memory = state.memory = MemoryReadings(engine.read_memory)
 
@@ -156,6 +161,7 @@ def _start_loading(app: FastAPI, state: ServerState, factory: EngineFactory) -> 
         engine.engine.on_death = died
         engine.engine.step_timeout = state.settings.step_timeout
         engine.engine.start()
+        engine.watch(engine.engine.fail)
         state.loaded = engine
         state.phase = "ready"
         state.loaded_once.set()

@@ -145,6 +145,7 @@ class Metrics:
         self.grammars = counter("structured_output_requests_total", "Requests with a constraint.", "kind")
 
         build = gauge("build_info", "Always 1.", "version", "commit", "python", "torch")
+        gauge("tensor_parallel_size", "Devices that share one model.").set(settings.tensor_parallel_size)
         build.labels(__version__, commit(), platform.python_version(), package_version("torch")).set(1)
         self._create_series()
 

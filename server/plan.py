@@ -59,6 +59,7 @@ class PlanReport:
     max_num_seqs: int
     sequence_bytes: dict[int, int]
     requests_that_fit: dict[int, int]
+    tensor_parallel_size: int  # bytes are those of each of so many devices
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -73,6 +74,7 @@ class PlanReport:
             ("", f"this model is {'tied' if self.tie_word_embeddings else 'untied'}"),
             ("layers", f"{self.layer_map} (L local, window {self.sliding_window:,}; G global)"),
             ("weights", f"{format_bytes(self.weight_bytes)} in {self.dtype}"),
+            *self._devices(),
             (
                 "cache",
                 f"{format_bytes(self.kv_bytes_per_token_global)} per token in {self.num_global_layers} global layers; "
@@ -90,6 +92,10 @@ class PlanReport:
         ]
         return "\n".join(f"{label:<12}{value}" for label, value in lines)
 
+    def _devices(self) -> list[tuple[str, str]]:
+        size = self.tensor_parallel_size
+        return [("devices", f"{size} share the model; weights and cache are those of each")] if size > 1 else []
+
     def _fit(self, length: int) -> str:
         return f"{self.requests_that_fit[length]}" if length <= self.max_model_len else "longer than max_model_len"
 
@@ -105,7 +111,9 @@ def make_report(
     dtype: str,
     max_num_seqs: int,
     max_model_len: int | None,
+    tensor_parallel_size: int = 1,
 ) -> PlanReport:
+    """``spec``, ``plan`` and ``weight_bytes`` are those of one device."""
     return PlanReport(
         name=name,
         parameters_tied=config.parameter_count(tied=True),
@@ -131,6 +139,7 @@ def make_report(
         max_num_seqs=max_num_seqs,
         sequence_bytes={length: spec.sequence_bytes(length) for length in FIT_LENGTHS},
         requests_that_fit={length: requests_that_fit(spec, plan, length, max_num_seqs) for length in FIT_LENGTHS},
+        tensor_parallel_size=tensor_parallel_size,
     )
 
 

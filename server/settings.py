@@ -118,9 +118,11 @@ class Settings:
         "bits in groups of 32, on CPUs; auto: int8 on a CPU, or in --dtype where that is given.",
     )
     device: str = _choices("auto", ("auto", "cpu", "cuda"), "Where to compute. auto: a CUDA device when there is one.")
-    tensor_parallel_size: int = _setting(1, integer(1), "Devices that share one model; only 1 is supported.", "N")
+    tensor_parallel_size: int = _setting(
+        1, integer(1, 1024), "Devices of this machine that share one model, each with a process of its own.", "N"
+    )
     num_threads: int | None = _setting(
-        None, integer(1, 1024), "Threads that compute on the CPU.", "N", shown="the available cores"
+        None, integer(1, 1024), "Threads that compute on the CPU, in each process.", "N", shown="the available cores"
     )
     max_model_len: int | None = _setting(
         None,
@@ -148,7 +150,11 @@ class Settings:
     )
     block_size: int = _setting(16, integer(1), "Tokens in one block of the cache; divides the sliding window.", "TOKENS")
     kv_cache_memory: int | None = _setting(
-        None, parse_size, "Memory of the key-value cache, such as 2GiB.", "SIZE", shown="a share of what is free after loading"
+        None,
+        parse_size,
+        "Memory of the key-value cache on each device, such as 2GiB.",
+        "SIZE",
+        shown="a share of what is free after loading",
     )
     prefix_caching: bool = _switch(True, "Reuse the cache of earlier requests that began with the same tokens.")
     chat_template: Path | None = _setting(None, existing_file, "File with a Jinja chat template.", "FILE", shown="the model's")
@@ -231,8 +237,6 @@ class Settings:
                 f"--max-num-batched-tokens {self.max_num_batched_tokens} is less than --max-num-seqs {self.max_num_seqs}: "
                 f"every running sequence needs one token per step; raise the first or lower the second"
             )
-        if self.tensor_parallel_size > 1:
-            raise SettingsError("--tensor-parallel-size: only 1 is supported; run one server per device instead")
 
 
 @dataclass(frozen=True, slots=True)

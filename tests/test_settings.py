@@ -81,7 +81,7 @@ def test_wrong_sizes_are_refused(text: object) -> None:
         (["--dtype", "float16"], {}, "--dtype: 'float16' is not supported: Gemma 3 overflows"),
         (["--quantization", "int3"], {}, "--quantization: expected one of auto, none, int8, int4"),
         (["--device", "tpu"], {}, "--device: expected one of auto, cpu, cuda"),
-        (["--tensor-parallel-size", "2"], {}, "--tensor-parallel-size: only 1 is supported"),
+        (["--tensor-parallel-size", "0"], {}, "--tensor-parallel-size: expected an integer from 1"),
         (
             ["--max-num-batched-tokens", "8", "--max-num-seqs", "9"],
             {},

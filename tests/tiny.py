@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -14,7 +15,7 @@ from model.runner import ModelRunner
 from tests.server.text.small_tokenizer import build_library_tokenizer
 
 WINDOW = 64
-HF_CONFIG = {
+HF_CONFIG: dict[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
     "vocab_size": 512,
@@ -38,14 +39,14 @@ HF_CONFIG = {
 }
 
 
-def tiny_config() -> Gemma3Config:
-    return Gemma3Config.from_hf(HF_CONFIG)
+def tiny_config(**changes: Any) -> Gemma3Config:
+    return Gemma3Config.from_hf({**HF_CONFIG, **changes})
 
 
-def tiny_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+def tiny_tensors(seed: int = 0, **changes: Any) -> dict[str, torch.Tensor]:
     """Weights large enough that attention matters and the next token depends on far context."""
     generator = torch.Generator().manual_seed(seed)
-    slots = Gemma3(tiny_config(), ReferenceOps(torch.device("cpu"), torch.float32), 512).weight_slots()
+    slots = Gemma3(tiny_config(**changes), ReferenceOps(torch.device("cpu"), torch.float32), 512).weight_slots()
     scale = {"embed": 0.3, "norm": 0.2}
     return {
         name: torch.randn(slot.shape, generator=generator) * next((s for key, s in scale.items() if key in name), 0.15)
@@ -68,10 +69,10 @@ def tiny_runner(plan: KVCachePlan, block_size: int = 16) -> ModelRunner:
     return runner
 
 
-def write_tiny_folder(folder: Path) -> Path:
-    """A Hugging Face folder that the server loads like any other."""
+def write_tiny_folder(folder: Path, **changes: Any) -> Path:
+    """A Hugging Face folder that the server loads like any other. ``changes`` are keys of its configuration."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(HF_CONFIG))
-    save_file({name: tensor.contiguous() for name, tensor in tiny_tensors().items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**HF_CONFIG, **changes}))
+    save_file({name: tensor.contiguous() for name, tensor in tiny_tensors(**changes).items()}, folder / "model.safetensors")
     build_library_tokenizer().save(str(folder / "tokenizer.json"))
     return folder

@@ -1,7 +1,7 @@
 """The arguments of the Ray Serve application: gemserve's own settings, and what Ray is told about replicas. Imports no Ray."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from server.settings import SETTINGS, Settings
@@ -41,8 +41,11 @@ class RayArguments:
         # The proxies in front take the connections, under names of their own: the check of the Host header for servers on a
         # loopback address does not apply.
         settings.setdefault("host", "0.0.0.0")
-        settings.setdefault("num_threads", max(1, int(values.get("num_cpus", 1))))
-        return cls(settings=Settings(**settings), **values)
+        checked = Settings(**settings)
+        if checked.num_threads is None:
+            num_threads = max(1, int(values.get("num_cpus", 1)) // checked.tensor_parallel_size)
+            checked = replace(checked, num_threads=num_threads)
+        return cls(settings=checked, **values)
 
     @property
     def num_gpus(self) -> int:

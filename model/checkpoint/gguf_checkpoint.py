@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +100,11 @@ class GGUFCheckpoint:
         self.config = self._checked_config()
         template = self._header.metadata.get("tokenizer.chat_template")
         self.chat_template: str | None = template if isinstance(template, str) else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process opens the files again; what is mapped does not travel."""
+        arguments: dict[str, Any] = {"name": self.name, "cache_dir": self._cache_dir, "progress": self._progress}
+        return partial(open_gguf, self.weight_files, **arguments), ()
 
     def _checked_config(self) -> Gemma3Config:
         metadata = self._header.metadata

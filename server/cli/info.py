@@ -18,6 +18,7 @@ PLAN_SETTINGS = (
     "model",
     "dtype",
     "device",
+    "tensor_parallel_size",
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
@@ -68,6 +69,7 @@ def report_for(settings: Settings) -> "PlanReport":
     """Raises ConfigError or CheckpointError for a model that cannot be served, or a cache that is too small."""
     from model.config import SIZES
     from model.host import cpu_computes_bfloat16
+    from model.parallel.split import divided_config, rank_parameter_count
     from server.plan import DTYPE_SIZES, make_report
 
     if settings.model is not None and settings.model in SIZES:
@@ -81,8 +83,9 @@ def report_for(settings: Settings) -> "PlanReport":
     dtype = settings.dtype
     if dtype == "auto":
         dtype = "bfloat16" if settings.device == "cuda" or cpu_computes_bfloat16() else "float32"
-    spec = config.kv_cache_spec(settings.block_size, DTYPE_SIZES[dtype])
-    weight_bytes = config.parameter_count(config.tie_word_embeddings) * DTYPE_SIZES[dtype]
+    size = settings.tensor_parallel_size
+    spec = divided_config(config, size).kv_cache_spec(settings.block_size, DTYPE_SIZES[dtype])
+    weight_bytes = rank_parameter_count(config, size, config.tie_word_embeddings) * DTYPE_SIZES[dtype]
     max_model_len = min(settings.max_model_len or config.max_position_embeddings, config.max_position_embeddings)
     plan = spec.plan(
         settings.kv_cache_memory or _default_budget(spec, settings, weight_bytes, max_model_len),
@@ -101,6 +104,7 @@ def report_for(settings: Settings) -> "PlanReport":
         dtype=dtype,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=max_model_len,
+        tensor_parallel_size=size,
     )
 
 
@@ -116,7 +120,7 @@ def _default_budget(spec: "KVCacheSpec", settings: Settings, weight_bytes: int, 
     if settings.prefix_caching:  # KVCacheSpec.plan gives a quarter of the rest to the local pool
         global_bytes = ceil_div(4 * global_bytes, 3)
     least = local_blocks * spec.local_block_bytes + global_bytes
-    free = available_memory() - weight_bytes
+    free = available_memory() // settings.tensor_parallel_size - weight_bytes
     if free > 0 and default_kv_cache_memory(free, "cpu") >= least:
         return default_kv_cache_memory(free, "cpu")
     print(

@@ -156,6 +156,10 @@ class AsyncEngine:
                 await self._no_streams.wait()
         self._fail_streams(EngineDrainingError("The server shut down before this request was finished."))
 
+    def fail(self, error: BaseException) -> None:
+        """End the started engine for a fault outside its steps. In any thread."""
+        self._call_in_loop(self._die, error)
+
     async def stop(self) -> None:
         """End the thread after the step it is in; a step that takes long or hangs is not waited for."""
         with self._wake:

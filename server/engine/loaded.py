@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from server.settings import Settings
 
 if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
+    from model.parallel.ranks import Ranks
     from model.weight_cache import WeightCache
     from server.grammar.compiler import GrammarCompiler
     from server.text.tokenizer import Tokenizer
@@ -45,6 +47,9 @@ class LoadedEngine:
     startup_seconds: dict[str, float] = field(default_factory=dict)  # by phase
     # Bytes by what they hold; only the engine's thread calls it once that runs.
     read_memory: Callable[[], dict[str, int]] = dict
+    # Has a callback told of a fault outside the engine's steps: the end of a process that holds a part of the model.
+    watch: Callable[[Callable[[BaseException], None]], None] = lambda callback: None
+    close: Callable[[], None] | None = None  # ends such processes, once the engine's thread has ended; None: there are none
 
 
 class _Phases:
@@ -71,8 +76,9 @@ class _Phases:
 
 
 def open_weight_cache(settings: Settings, checkpoint: "Checkpoint | None") -> "WeightCache | None":
-    """Begins to read the packed weights of an earlier start in a thread, if there are any. None where none are kept."""
-    if checkpoint is None or not settings.weight_cache:
+    """Begins to read the packed weights of an earlier start in a thread, if there are any. None where none are kept: also for
+    parts of a model, of which every rank packs its own."""
+    if checkpoint is None or not settings.weight_cache or settings.tensor_parallel_size > 1:
         return None
     from model.checkpoint import default_cache_dir
     from model.weight_cache import WeightCache, weight_cache_key
@@ -96,6 +102,25 @@ def load_engine(
 ) -> LoadedEngine:
     """Load what the settings name. ``checkpoint``: one that is already open, ``weight_cache``: that of its weights, both None to
     have them opened here. Raises ModelError with the remedy in its text."""
+    if settings.tensor_parallel_size == 1:
+        return _load_engine(settings, report_phase, checkpoint, weight_cache, None)
+    from model.parallel.ranks import Ranks
+
+    ranks = Ranks(settings.tensor_parallel_size)  # they import torch while the checkpoint is read
+    try:
+        return ranks.guarded(lambda: _load_engine(settings, report_phase, checkpoint, weight_cache, ranks))
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def _load_engine(
+    settings: Settings,
+    report_phase: Callable[[str], None],
+    checkpoint: "Checkpoint | None",
+    weight_cache: "WeightCache | None",
+    ranks: "Ranks | None",
+) -> LoadedEngine:
     phases = _Phases(report_phase)
     phases.enter("checkpoint")
     preloading = preload_libraries()  # beside the tokenizer, which keeps the interpreter's lock for a second
@@ -128,8 +153,14 @@ def load_engine(
         preloading.join()
     from model.runner import ModelRunner
 
+    if ranks is not None:
+        from model.parallel.runner import ParallelRunner
+
     phases.enter("weights")
-    runner = ModelRunner.load(
+    load: Callable[..., ModelRunner] = partial(ModelRunner.load, weight_cache=weight_cache)
+    if ranks is not None:
+        load = partial(ParallelRunner.load_on, ranks)
+    runner = load(
         checkpoint,
         dtype=settings.dtype,
         device=settings.device,
@@ -137,7 +168,6 @@ def load_engine(
         num_threads=settings.num_threads,
         quantization=settings.quantization,
         num_valid_tokens=tokenizer.num_known_tokens,
-        weight_cache=weight_cache,
     )
     name, weight_format, fingerprint = checkpoint.name, checkpoint.weight_format, checkpoint.fingerprint
     default_sampling = dict(checkpoint.default_sampling)
@@ -168,6 +198,7 @@ def load_engine(
             dtype=runner.dtype,
             max_num_seqs=settings.max_num_seqs,
             max_model_len=settings.max_model_len,
+            tensor_parallel_size=settings.tensor_parallel_size,
         ).text(),
     )
     runner.allocate_cache(plan)
@@ -182,7 +213,7 @@ def load_engine(
     )
     engine = AsyncEngine(core, EngineLimits(max_model_len, settings.max_num_seqs, plan.capacity_tokens))
     names = list(settings.served_model_name) or [name]
-    return LoadedEngine(
+    loaded = LoadedEngine(
         engine=engine,
         tokenizer=tokenizer,
         grammars=grammars,
@@ -207,3 +238,7 @@ def load_engine(
         startup_seconds=phases.seconds,
         read_memory=runner.memory_bytes,
     )
+    if ranks is not None:
+        assert isinstance(runner, ParallelRunner)
+        loaded.watch, loaded.close = ranks.on_death, runner.close
+    return loaded

@@ -53,6 +53,19 @@ def test_a_model_beyond_this_machine_is_still_described(capsys: pytest.CaptureFi
     assert json.loads(captured.out)["max_model_len"] == 131_072
 
 
+def test_devices_that_share_a_model_are_counted_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("4b", "--dtype", "bfloat16", "--kv-cache-memory", "10GiB", "--no-prefix-caching")
+    whole, part = info(capsys, *flags), info(capsys, *flags, "--tensor-parallel-size", "4")
+    assert part["tensor_parallel_size"] == 4
+    assert part["weight_bytes"] == pytest.approx(whole["weight_bytes"] / 4, rel=0.01)
+    assert part["kv_bytes_per_token_global"] * 4 == whole["kv_bytes_per_token_global"]
+    assert part["capacity_tokens"] > 3 * whole["capacity_tokens"]
+    assert main(["info", *flags, "--tensor-parallel-size", "4"]) == 0
+    assert "4 share the model; weights and cache are those of each" in capsys.readouterr().out
+    assert main(["info", *flags, "--tensor-parallel-size", "5"]) == 1
+    assert "--tensor-parallel-size 5 does not divide this model" in capsys.readouterr().err
+
+
 def test_a_cache_that_is_too_small_names_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "270m", "--kv-cache-memory", "1MiB"]) == 1
     error = capsys.readouterr().err

@@ -35,6 +35,7 @@ GAUGES: dict[str, dict[str, set[str]]] = {
     "model_info": dict.fromkeys(("model", "architecture", "dtype", "quantization", "max_model_len", "fingerprint"), ANY),
     "cache_config_info": dict.fromkeys(("block_size", "num_gpu_blocks", "kv_dtype", "prefix_caching"), ANY),
     "startup_duration_seconds": {"phase": {"import", "weights", "compile", "warmup"}},
+    "tensor_parallel_size": {},
     "ready": {},
     "draining": {},
     "engine_last_step_timestamp_seconds": {},

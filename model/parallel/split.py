@@ -1,0 +1,108 @@
+"""Which part of a model each rank of a tensor-parallel group holds. Imports no torch.
+
+Query heads, their KV heads and the MLP's intermediate features are divided evenly; where there are fewer KV heads than ranks,
+each KV head is held by as many ranks as read it. Rows of the vocabulary are divided as evenly as they can be. Norms are held by
+every rank. Source of the scheme: Megatron-LM (arXiv 1909.08053).
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from model.checkpoint.base import EMBEDDING, HEAD
+from model.config import Gemma3Config
+from model.errors import ConfigError
+from model.kv_cache_spec import ceil_div
+
+if TYPE_CHECKING:
+    import torch
+
+FLAG = "--tensor-parallel-size"
+
+
+def possible_sizes(config: Gemma3Config) -> list[int]:
+    """Numbers of ranks that a model can be divided among."""
+    return [size for size in range(1, config.num_attention_heads + 1) if _divides(config, size)]
+
+
+def _divides(config: Gemma3Config, size: int) -> bool:
+    kv_heads = config.num_key_value_heads
+    shares_kv_heads = kv_heads % size == 0 or size % kv_heads == 0
+    return config.num_attention_heads % size == 0 and shares_kv_heads and config.intermediate_size % size == 0
+
+
+def divided_config(config: Gemma3Config, size: int) -> Gemma3Config:
+    """What one rank computes, as a model of its own; its vocabulary is still the whole one. Raises ConfigError."""
+    if size not in (sizes := possible_sizes(config)):
+        raise ConfigError(
+            f"{FLAG} {size} does not divide this model of {config.num_attention_heads} query heads, "
+            f"{config.num_key_value_heads} key-value heads and {config.intermediate_size} intermediate features. "
+            f"Possible for it: {', '.join(map(str, sizes))}."
+        )
+    return replace(
+        config,
+        num_attention_heads=config.num_attention_heads // size,
+        num_key_value_heads=max(1, config.num_key_value_heads // size),
+        intermediate_size=config.intermediate_size // size,
+    )
+
+
+def rank_parameter_count(config: Gemma3Config, size: int, tied: bool) -> int:
+    """Weights of the rank that holds most."""
+    elsewhere = config.vocab_size - ceil_div(config.vocab_size, size)
+    return divided_config(config, size).parameter_count(tied) - elsewhere * config.hidden_size * (1 if tied else 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part of one rank. ``num_valid_tokens``: rows of the vocabulary that have a token."""
+
+    whole: Gemma3Config
+    num_valid_tokens: int
+    rank: int
+    size: int
+
+    def rows_of(self, rank: int) -> range:
+        """Rows of the vocabulary with a token that a rank holds."""
+        least, more = divmod(self.num_valid_tokens, self.size)
+        start = rank * least + min(rank, more)
+        return range(start, start + least + (rank < more))
+
+    @property
+    def widths(self) -> list[int]:
+        """Logits that each rank computes."""
+        return [len(self.rows_of(rank)) for rank in range(self.size)]
+
+    @property
+    def embedding_rows(self) -> range:
+        """Rows that this rank looks up; those without a token are the last one's."""
+        rows = self.rows_of(self.rank)
+        return range(rows.start, self.whole.vocab_size) if self.rank == self.size - 1 else rows
+
+    def tensors(self, whole: "Iterable[tuple[str, torch.Tensor]]") -> "Iterator[tuple[str, torch.Tensor]]":
+        """This rank's part of every tensor of a checkpoint, as a view."""
+        for name, tensor in whole:
+            yield name, self.tensor(name, tensor)
+
+    def tensor(self, name: str, tensor: "torch.Tensor") -> "torch.Tensor":
+        """This rank's part of one tensor of a checkpoint, as a view."""
+        config, head_dim = self.whole, self.whole.head_dim
+        kv_heads = config.num_key_value_heads
+        if name in (EMBEDDING, HEAD):
+            rows = self.embedding_rows
+            return tensor[rows.start : rows.stop]
+        match name.split(".")[-2]:
+            case "q_proj":
+                return self._rows(tensor, config.num_attention_heads * head_dim // self.size)
+            case "k_proj" | "v_proj":
+                first = self.rank * kv_heads // self.size
+                return tensor[first * head_dim : (first + max(1, kv_heads // self.size)) * head_dim]
+            case "gate_proj" | "up_proj":
+                return self._rows(tensor, config.intermediate_size // self.size)
+            case "o_proj" | "down_proj":
+                count = tensor.shape[1] // self.size
+                return tensor[:, self.rank * count : (self.rank + 1) * count]
+        return tensor
+
+    def _rows(self, tensor: "torch.Tensor", count: int) -> "torch.Tensor":
+        return tensor[self.rank * count : (self.rank + 1) * count]
