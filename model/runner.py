@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from tqdm import tqdm
 
-from model.batch import ForwardBatch, build_batch
+from model.batch import build_batch
 from model.config import Gemma3Config
+from model.cuda_graphs import CudaGraphDevice, DecodeGraphs, GraphDevice
+from model.device_memory import is_out_of_memory, remedy
 from model.errors import ConfigError
 from model.gemma3 import Gemma3
 from model.host import available_memory, cpu_computes_bfloat16
@@ -66,6 +68,7 @@ class ModelRunner:
         self.weight_bytes = model.weight_bytes
         self.sampler = Sampler(ops)
         self.cache: KVCache | None = None
+        self._graphs: DecodeGraphs | None = None
         self.sample_seconds = 0.0  # so far; on a device that computes beside the host, waiting for the network is in it
         self.compile_seconds = 0.0  # until the operations were ready: long only when their kernels had to be compiled
         self._cache_bytes = self._baseline_bytes = 0
@@ -100,7 +103,8 @@ class ModelRunner:
         ops = select_ops(target, torch_dtype, resolve_quantization(quantization, dtype))
         compile_seconds = time.monotonic() - began
         num_valid_tokens = min(config.vocab_size, num_valid_tokens or config.vocab_size)
-        with torch.inference_mode():
+        advice = "Choose --quantization int8, a smaller model or a device with more memory."
+        with torch.inference_mode(), remedy("the weights", advice):
             model = Gemma3(config, ops, num_valid_tokens)
             if weight_cache is None or not weight_cache.restore(model):
                 total = len(model.weight_slots())
@@ -113,15 +117,36 @@ class ModelRunner:
 
     def allocate_cache(self, plan: KVCachePlan) -> None:
         """Make the tensors of both pools. Raises ConfigError when the device has no room for them."""
+        self._graphs = None  # they hold the addresses of the cache before
         try:
             self.cache = KVCache(self.config, plan, self.spec.block_size, self.ops.dtype, self.ops.device)
         except (RuntimeError, MemoryError) as error:
             size = (plan.global_bytes + plan.local_bytes) / 2**30
-            raise ConfigError(f"The device has no room for a KV cache of {size:.1f} GiB. Lower --kv-cache-memory.") from error
+            setting = "--kv-cache-memory"
+            if self.ops.device.type == "cuda":
+                setting += " or --gpu-memory-utilization"
+            raise ConfigError(f"The device has no room for a KV cache of {size:.1f} GiB. Lower {setting}.") from error
         self._cache_bytes = plan.global_bytes + plan.local_bytes
         if self.ops.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.ops.device)
             self._baseline_bytes = torch.cuda.memory_allocated(self.ops.device)
+
+    def release_cache(self) -> None:
+        """Forget the cache and what was captured over it."""
+        self.cache = self._graphs = None
+        self._cache_bytes = 0
+
+    def capture_graphs(self, max_num_seqs: int, max_model_len: int, device: GraphDevice | None = None) -> None:
+        """From now on, steps of decodes alone are replayed. Nothing on a CPU, unless a ``device`` for graphs is given."""
+        if device is None:
+            if self.ops.device.type != "cuda":
+                return
+            device = CudaGraphDevice(self.ops.device)
+        with remedy("the CUDA graphs", "Lower --gpu-memory-utilization or --kv-cache-memory, or use --no-cuda-graphs."):
+            assert self.cache is not None, "allocate_cache() comes first"
+            graphs = DecodeGraphs(self.model, self.cache, self.spec, device, max_num_seqs, max_model_len)
+            graphs.capture()
+        self._graphs = graphs
 
     def free_memory(self) -> int:
         """Bytes that the device can still give to this process."""
@@ -164,22 +189,28 @@ class ModelRunner:
     def _run(self, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
         if not chunks:
             return []
-        batch, hidden = self._forward(chunks)
+        first_rows, hidden = self._forward(chunks)
         results = [ChunkResult() for _ in chunks]
-        self._pool(hidden, chunks, batch.first_rows, results)
-        self._score_prompts(hidden, chunks, batch.first_rows, results)
-        self._sample(hidden, chunks, batch.first_rows, results)
+        self._pool(hidden, chunks, first_rows, results)
+        self._score_prompts(hidden, chunks, first_rows, results)
+        self._sample(hidden, chunks, first_rows, results)
         return results
 
     @torch.inference_mode()
     def hidden_states(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
         """Final hidden states [n, h] of every token of the chunks, one chunk after the other; writes the cache like ``run``."""
-        return self._forward(chunks)[1]
+        return self._forward_eagerly(chunks)[1]
 
-    def _forward(self, chunks: Sequence[SequenceChunk]) -> tuple[ForwardBatch, torch.Tensor]:
+    def _forward(self, chunks: Sequence[SequenceChunk]) -> tuple[Sequence[int], torch.Tensor]:
+        """(row of each chunk's first token and the total at the end, final hidden states [n, h] until the next step)."""
+        if self._graphs is not None and self._graphs.accepts(chunks):
+            return range(len(chunks) + 1), self._graphs.run(chunks)
+        return self._forward_eagerly(chunks)
+
+    def _forward_eagerly(self, chunks: Sequence[SequenceChunk]) -> tuple[Sequence[int], torch.Tensor]:
         assert self.cache is not None, "allocate_cache() comes first"
         batch = build_batch(chunks, self.spec, self.ops.device)
-        return batch, self.model(batch, self.cache)
+        return batch.first_rows, self.model(batch, self.cache)
 
     def _pool(
         self, hidden: torch.Tensor, chunks: Sequence[SequenceChunk], first_rows: Sequence[int], results: list[ChunkResult]
@@ -231,13 +262,6 @@ class ModelRunner:
                     results[index].prompt_logprobs.append(entry)
                 else:
                     results[index].error = NOT_FINITE
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """torch has a type for it on CUDA alone; on CPUs only the text tells."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return any(text in str(error) for text in ("can't allocate memory", "not enough memory", "Cannot allocate memory"))
 
 
 def _slices(items: Sequence[T]) -> Iterator[Sequence[T]]:

@@ -24,7 +24,8 @@ class SequenceChunk:
     """The next tokens of one sequence to run through the network.
 
     Query position p of the chunk is ``start + p``. Block tables are indexed by position // block_size and cover at least
-    ``start + len(token_ids)`` positions; entry 0 is the null block (recycled, outside the window, never read).
+    ``start + len(token_ids)`` positions; entry 0 is the null block (recycled, outside the window, never read). A table that is
+    the same list as in an earlier step holds the same blocks, but for those that were added to its end or became the null block.
     """
 
     token_ids: Sequence[int]

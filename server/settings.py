@@ -26,6 +26,7 @@ from server.setting_types import (
     number,
     parse_size,
     path,
+    share,
     text,
     texts,
     url,
@@ -148,7 +149,23 @@ class Settings:
     )
     block_size: int = _setting(16, integer(1), "Tokens in one block of the cache; divides the sliding window.", "TOKENS")
     kv_cache_memory: int | None = _setting(
-        None, parse_size, "Memory of the key-value cache, such as 2GiB.", "SIZE", shown="a share of what is free after loading"
+        None,
+        parse_size,
+        "Memory of the key-value cache, such as 2GiB.",
+        "SIZE",
+        shown="what --gpu-memory-utilization leaves, or on a CPU half of what is free after loading",
+    )
+    gpu_memory_utilization: float = _setting(
+        0.9,
+        share,
+        "Share of a CUDA device's memory that weights, activations, CUDA graphs, cache and whatever else is on it may take "
+        "together; not used where --kv-cache-memory is given.",
+        "SHARE",
+    )
+    cuda_graphs: bool = _switch(
+        True,
+        "Replay steps that only decode as CUDA graphs, captured at the start, for up to 256 sequences (vLLM's --enforce-eager is "
+        "--no-cuda-graphs here).",
     )
     prefix_caching: bool = _switch(True, "Reuse the cache of earlier requests that began with the same tokens.")
     chat_template: Path | None = _setting(None, existing_file, "File with a Jinja chat template.", "FILE", shown="the model's")

@@ -53,9 +53,10 @@ class AttentionMetadata:
     window: int | None  # None: full causal attention
     block_size: int
     query_lens: tuple[int, ...]  # host copies, for backends that plan on the host
-    context_lens: tuple[int, ...]  # tokens in the cache once this step has written its own
+    # Tokens in the cache once this step has written its own; upper bounds in a step that is captured (model/cuda_graphs.py).
+    context_lens: tuple[int, ...]
     query_start: torch.Tensor  # int32 [num_seqs + 1]
-    context_lens_tensor: torch.Tensor  # int32 [num_seqs]
+    context_lens_tensor: torch.Tensor  # int32 [num_seqs]; 0 for a row that pads a captured step: it reads nothing
     # int32 [num_seqs, max_blocks], indexed by position // B. Entry 0 is the null block: recycled or padding, never to be read.
     block_table: torch.Tensor
     slot_mapping: torch.Tensor  # int64 [n]: block id * B + position % B, where each token's key and value are written
