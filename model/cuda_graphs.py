@@ -65,7 +65,7 @@ class CudaGraphDevice:
     """The real one: graphs on a stream of their own, in one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, step: Step) -> Step:
@@ -88,7 +88,7 @@ class CudaGraphDevice:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def event(self) -> Event:
-        return torch.cuda.Event()
+        return torch.cuda.Event()  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _StepInput:
