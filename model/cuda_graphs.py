@@ -141,9 +141,16 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def __init__(
-        self, model: Gemma3, cache: KVCache, spec: KVCacheSpec, device: GraphDevice, max_num_seqs: int, max_model_len: int
+        self,
+        model: Gemma3,
+        cache: KVCache,
+        spec: KVCacheSpec,
+        device: GraphDevice,
+        sizes: Sequence[int],
+        max_model_len: int,
     ) -> None:
-        self.sizes = padded_sizes(max_num_seqs)
+        """``sizes``: the batch sizes to make graphs of, ascending."""
+        self.sizes = tuple(sizes)
         self._model, self._cache, self._spec, self._device = model, cache, spec, device
         self._num_rows = num_rows = self.sizes[-1]
         table_width = ceil_div(max_model_len, spec.block_size)

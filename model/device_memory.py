@@ -94,7 +94,7 @@ class MemoryProfile:
         raise ConfigError(
             f"--gpu-memory-utilization {utilization:g} of {self.total / GIB:.1f} GiB leaves nothing for the KV cache: "
             f"{self.text()}. Raise --gpu-memory-utilization, lower --max-num-batched-tokens or --max-num-seqs, choose "
-            f"--quantization int8, or end what else uses the device."
+            f"--quantization int8 or fp8, or end what else uses the device."
         )
 
     def text(self) -> str:
@@ -183,7 +183,7 @@ def _graph_bytes(runner: "ModelRunner", memory: DeviceMemory, device: GraphDevic
     memory.release()
     free = [memory.free()]
     assert runner.cache is not None
-    graphs = DecodeGraphs(runner.model, runner.cache, runner.spec, device, max_num_seqs, max_model_len)
+    graphs = DecodeGraphs(runner.model, runner.cache, runner.spec, device, sizes, max_model_len)
     for size in sizes[::-1][:2]:
         graphs.capture([size])
         memory.release()

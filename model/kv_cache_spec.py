@@ -101,7 +101,7 @@ class KVCacheSpec:
         """Split a budget: the proven local pool first, then the global pool, which alone drives admission.
 
         With prefix caching the local pool gets up to a quarter of the rest on top, so that recycled windows stay to be hit.
-        Raises ConfigError, naming the flags, when the budget, which ``setting`` gives, is too small for one block of the global pool.
+        Raises ConfigError, naming the flags, when the budget, which ``setting`` gives, is too small for one global block.
         """
         num_local = self.local_pool_blocks(max_num_seqs, max_num_batched_tokens)
         rest = memory_bytes - num_local * self.local_block_bytes

@@ -50,8 +50,8 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 def resolve_quantization(quantization: str, dtype: str) -> str:
     """What a --quantization value means: "auto" is "none" where a --dtype asks for the weights as they are."""
-    if quantization not in ("auto", "none", "int8", "int4"):
-        raise ConfigError(f"--quantization {quantization} is not supported. Use int8, int4, none or auto.")
+    if quantization not in ("auto", "none", "int8", "int4", "fp8"):
+        raise ConfigError(f"--quantization {quantization} is not supported. Use int8, int4, fp8, none or auto.")
     return "none" if quantization == "auto" and dtype != "auto" else quantization
 
 
@@ -89,9 +89,9 @@ class ModelRunner:
     ) -> "ModelRunner":
         """Load the weights of a checkpoint, one tensor at a time; the cache comes later, once its size is known.
 
-        ``quantization`` is "auto", "none", "int8" or "int4". ``num_valid_tokens``: ids from here on have no token and are never
-        sampled (a head may have more rows than the tokenizer has tokens); all of it when None. ``weight_cache``: where
-        packed weights are kept for the next load. Raises ConfigError for settings and CheckpointError for files.
+        ``quantization`` is "auto", "none", "int8", "int4" or "fp8". ``num_valid_tokens``: ids from here on have no token and are
+        never sampled (a head may have more rows than the tokenizer has tokens); all of it when None. ``weight_cache``: where packed
+        weights are kept for the next load. Raises ConfigError for settings and CheckpointError for files.
         """
         target = _resolve_device(device)
         torch_dtype = resolve_dtype(dtype, target)
@@ -136,15 +136,18 @@ class ModelRunner:
         self.cache = self._graphs = None
         self._cache_bytes = 0
 
-    def capture_graphs(self, max_num_seqs: int, max_model_len: int, device: GraphDevice | None = None) -> None:
-        """From now on, steps of decodes alone are replayed. Nothing on a CPU, unless a ``device`` for graphs is given."""
+    def capture_graphs(self, sizes: Sequence[int], max_model_len: int, device: GraphDevice | None = None) -> None:
+        """From now on, steps of decodes alone are replayed, padded to the next of the ``sizes`` (``cuda_graphs.padded_sizes``).
+
+        Nothing on a CPU, unless a ``device`` for graphs is given.
+        """
         if device is None:
             if self.ops.device.type != "cuda":
                 return
             device = CudaGraphDevice(self.ops.device)
         with remedy("the CUDA graphs", "Lower --gpu-memory-utilization or --kv-cache-memory, or use --no-cuda-graphs."):
             assert self.cache is not None, "allocate_cache() comes first"
-            graphs = DecodeGraphs(self.model, self.cache, self.spec, device, max_num_seqs, max_model_len)
+            graphs = DecodeGraphs(self.model, self.cache, self.spec, device, sizes, max_model_len)
             graphs.capture()
         self._graphs = graphs
 

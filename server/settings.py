@@ -114,9 +114,10 @@ class Settings:
     )
     quantization: str = _choices(
         "auto",
-        ("auto", "none", "int8", "int4"),
-        "Weights of linear layers as they are kept, whatever the checkpoint's own form. none: in --dtype; int8, int4: 8 or 4 "
-        "bits in groups of 32, on CPUs; auto: int8 on a CPU, or in --dtype where that is given.",
+        ("auto", "none", "int8", "int4", "fp8"),
+        "Weights of linear layers as they are kept, whatever the checkpoint's own form. none: in --dtype; int8: 8 bits, with a "
+        "scale for 32 inputs on CPUs and for each output on GPUs; int4: 4 bits in groups of 32, on CPUs; fp8: weights and their "
+        "inputs, on GPUs (Ada, Hopper and later); auto: int8 on a CPU, but in --dtype where that is given; none on a GPU.",
     )
     device: str = _choices("auto", ("auto", "cpu", "cuda"), "Where to compute. auto: a CUDA device when there is one.")
     tensor_parallel_size: int = _setting(1, integer(1), "Devices that share one model; only 1 is supported.", "N")

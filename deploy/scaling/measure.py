@@ -7,6 +7,7 @@ from pathlib import Path
 
 from deploy.scaling.timing import Curve, Profile, StepTiming, keys_read
 from model.checkpoint import open_checkpoint
+from model.cuda_graphs import padded_sizes
 from model.runner import ModelRunner
 from model.sampling_params import SamplingParams
 from server.engine.core import EngineCore
@@ -74,7 +75,7 @@ class Meter:
         self.runner.warm_up()
         if settings.cuda_graphs:
             max_model_len = effective_max_model_len(config, self.plan, settings.max_model_len)
-            self.runner.capture_graphs(settings.max_num_seqs, max_model_len)
+            self.runner.capture_graphs(padded_sizes(settings.max_num_seqs), max_model_len)
 
     def _core(self, max_num_batched_tokens: int) -> EngineCore:
         kv = KVCacheManager(self.runner.spec, self.plan.num_global_blocks, self.plan.num_local_blocks, prefix_caching=False)

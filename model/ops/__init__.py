@@ -108,7 +108,7 @@ class Ops(ABC):
 
     @property
     def quantization(self) -> str:
-        """How linear weights are kept: "none", "int8" or "int4"."""
+        """How linear weights are kept: "none", "int8", "int4" or "fp8"."""
         return "none"
 
     # -- linear layers ---------------------------------------------------------------------------------------------------------
@@ -257,12 +257,23 @@ class Ops(ABC):
 def select_ops(device: torch.device, dtype: torch.dtype, quantization: str = "none") -> Ops:
     """The best backend for a device and compute dtype that works on this machine.
 
-    ``quantization``: "none" keeps weights as they are; "int8" and "int4" round those of linear layers to 8 or 4 bits; "auto" is
-    int8 where a backend has fast kernels for it, whose loss is too small to matter (docs/performance.md), and there keeps a copy
-    in bfloat16 for processors that multiply large batches in it faster. Raises ConfigError when no backend does what was asked.
+    ``quantization``: "none" keeps weights as they are; "int8" and "int4" round those of linear layers to 8 or 4 bits, "fp8" also
+    their inputs; "auto" is int8 on CPUs with fast kernels for it, whose loss is too small to matter (docs/performance.md), and
+    there keeps a copy in bfloat16 for processors that multiply large batches in it faster; elsewhere it is none. Raises ConfigError
+    when no backend does what was asked.
     """
     from model.ops.reference import ReferenceOps
 
+    if device.type == "cuda":
+        match quantization:
+            case "int8" | "fp8":
+                from model.ops.cuda_linear import QuantizedOps
+
+                return QuantizedOps(device, dtype, quantization)
+            case "int4":
+                raise ConfigError("--quantization int4 is not supported on GPUs. Use int8, fp8 (Ada, Hopper and later) or none.")
+    elif quantization == "fp8":
+        raise ConfigError("--quantization fp8 needs a CUDA device. On a CPU, use int8, int4, none or auto.")
     if device.type == "cpu":
         from model.ops.cpu import CpuOps
         from model.ops.cpu_build import BuildError

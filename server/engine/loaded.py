@@ -147,6 +147,7 @@ def load_engine(
     phases.enter("import")
     if preloading is not None:
         preloading.join()
+    from model.cuda_graphs import padded_sizes
     from model.runner import ModelRunner
 
     phases.enter("weights")
@@ -194,7 +195,7 @@ def load_engine(
     phases.enter("warmup")
     runner.warm_up()
     if settings.cuda_graphs:
-        runner.capture_graphs(settings.max_num_seqs, max_model_len)
+        runner.capture_graphs(padded_sizes(settings.max_num_seqs), max_model_len)
     phases.enter(None)
 
     kv = KVCacheManager(runner.spec, plan.num_global_blocks, plan.num_local_blocks, prefix_caching=settings.prefix_caching)

@@ -61,7 +61,7 @@ class PairedRuns:
 
     def __init__(self, model: Gemma3, device: cuda_graphs.GraphDevice | None, kind: type[Harness]) -> None:
         self.graphed, self.eager = make_harness(model, kind), make_harness(model, kind)
-        self.graphed.runner.capture_graphs(MAX_NUM_SEQS, MAX_MODEL_LEN, device)
+        self.graphed.runner.capture_graphs(padded_sizes(MAX_NUM_SEQS), MAX_MODEL_LEN, device)
         self.pairs: list[tuple[TestSequence, TestSequence]] = []
 
     def start(self, length: int, seed: int) -> None:
@@ -205,7 +205,7 @@ def test_only_what_fits_is_replayed() -> None:
     model = make_model(cpu_ops(torch.float32))
     harness = make_harness(model, LiveHarness)
     device = RerunDevice()
-    harness.runner.capture_graphs(2, 16, device)
+    harness.runner.capture_graphs((1, 2), 16, device)
     sequences = [TestSequence(random_prompt(length)) for length in (4, 5, 6)]
     harness.run([(sequence, len(sequence.tokens) - 1) for sequence in sequences])
     harness.run([(sequence, 1) for sequence in sequences])  # three, and graphs for two
@@ -218,10 +218,10 @@ def test_only_what_fits_is_replayed() -> None:
 def test_a_cpu_gets_no_graphs_and_a_new_cache_drops_them() -> None:
     ops = select_ops(torch.device("cpu"), torch.float32)
     harness = make_harness(make_model(ops), LiveHarness)
-    harness.runner.capture_graphs(MAX_NUM_SEQS, MAX_MODEL_LEN)
+    harness.runner.capture_graphs(padded_sizes(MAX_NUM_SEQS), MAX_MODEL_LEN)
     assert harness.runner._graphs is None
     device = RerunDevice()
-    harness.runner.capture_graphs(MAX_NUM_SEQS, MAX_MODEL_LEN, device)
+    harness.runner.capture_graphs(padded_sizes(MAX_NUM_SEQS), MAX_MODEL_LEN, device)
     assert harness.runner._graphs is not None
     harness.runner.release_cache()
     assert harness.runner._graphs is None

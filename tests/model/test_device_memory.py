@@ -157,7 +157,7 @@ def test_weights_and_graphs_that_do_not_fit_name_the_settings(model: Gemma3) -> 
     runner.allocate_cache(runner.spec.plan(MIB, max_num_seqs=2, max_num_batched_tokens=8, max_model_len=64, prefix_caching=False))
     device.capture = no_memory  # type: ignore[method-assign, assignment]
     with pytest.raises(ConfigError, match=r"no room for the CUDA graphs.*--no-cuda-graphs"):
-        runner.capture_graphs(2, 64, device)
+        runner.capture_graphs((1, 2), 64, device)
 
 
 def test_other_faults_stay_what_they_are() -> None:
@@ -213,5 +213,5 @@ def test_a_real_device_has_room_for_what_the_profile_leaves() -> None:
     runner.allocate_cache(
         runner.spec.plan(budget, max_num_seqs=20, max_num_batched_tokens=48, max_model_len=200, prefix_caching=True)
     )
-    runner.capture_graphs(20, 200)
+    runner.capture_graphs((8, 16), 200)
     assert runner.run([]) == []
