@@ -90,8 +90,8 @@ class ModelRunner:
         """Load the weights of a checkpoint, one tensor at a time; the cache comes later, once its size is known.
 
         ``quantization`` is "auto", "none", "int8", "int4" or "fp8". ``num_valid_tokens``: ids from here on have no token and are
-        never sampled (a head may have more rows than the tokenizer has tokens); all of it when None. ``weight_cache``: where packed
-        weights are kept for the next load. Raises ConfigError for settings and CheckpointError for files.
+        never sampled (a head may have more rows than the tokenizer has tokens); all of it when None. ``weight_cache``: where
+        packed weights are kept for the next load. Raises ConfigError for settings and CheckpointError for files.
         """
         target = _resolve_device(device)
         torch_dtype = resolve_dtype(dtype, target)

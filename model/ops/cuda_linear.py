@@ -1,9 +1,9 @@
-"""Linear layers of a GPU with weights in 8 bits: int8 (weights alone, a scale per output) and fp8 (weights and their inputs, a scale
-per output and per token; Ada, Hopper and later). The head stays as it is: its errors would be the logits' own, and a tied one is the
-embedding's matrix, which stays anyway.
+"""Linear layers of a GPU with weights in 8 bits: int8 (weights alone, a scale per output) and fp8 (weights and their inputs, a
+scale per output and per token; Ada, Hopper and later). The head stays as it is: its errors would be the logits' own, and a tied
+one is the embedding's matrix, which stays anyway.
 
-fp8 is torch's own product. For int8 torch has none that promises to beat bfloat16: few rows run a Triton kernel, many rows multiply
-a widened copy, and so do devices without Triton. Everything here also runs on a CPU, where it is tested; it is chosen on CUDA only.
+fp8 is torch's own product. For int8 torch has none that promises to beat bfloat16: few rows run a Triton kernel, many rows
+multiply a widened copy, and so do devices without Triton. All of it also runs on a CPU, for tests; it is chosen on CUDA only.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Triton kernel of a linear layer with int8 weights: each is read once, as a byte, and widened on its way to the tensor cores.
 
-For the few rows of a decode step, which is bound by reading weights. torch's own kernel (``_weight_int8pack_mm``) gives a thread to
-every output: it reads weights without coalescing and uses no tensor cores.
+For the few rows of a decode step, which is bound by reading weights. torch's own kernel (``_weight_int8pack_mm``) gives a
+thread to every output: it reads weights without coalescing and uses no tensor cores.
 """
 
 import torch
@@ -48,7 +48,7 @@ def _kernel(
 
 
 def int8_linear(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, num_processors: int) -> torch.Tensor:
-    """x [n, in_features] times (weight int8 [out_features, in_features] * scales float32 [out_features]) transposed, as x's dtype.
+    """x [n, in_features] times (weight int8 [out_features, in_features] * scales float32 [out_features])', in x's dtype.
 
     A layer with fewer columns than keep the device busy has its depth split, and the parts are added up in a fixed order.
     Launches depend on shapes alone, so that a CUDA graph may hold them.
