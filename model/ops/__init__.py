@@ -288,6 +288,15 @@ def select_ops(device: torch.device, dtype: torch.dtype, quantization: str = "no
                     return CpuOps(device, dtype, quantization, use_matrix_hardware=False)
         except BuildError as error:
             logger.warning("The fast CPU kernels are not used: %s. Everything works, several times slower.", error)
+    if device.type == "cuda" and quantization in ("none", "auto"):
+        try:
+            from model.ops.cuda import CudaOps
+        except ImportError as error:
+            logger.warning(
+                "The CUDA kernels are not used: %s. Install triton; until then all works, several times slower.", error
+            )
+        else:
+            return CudaOps(device, dtype)
     if quantization in ("int8", "int4"):
         raise ConfigError(
             f"--quantization {quantization} needs the compiled CPU kernels, which are not to be had here. Use none or auto."

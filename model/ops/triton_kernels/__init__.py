@@ -1,0 +1,6 @@
+"""Triton kernels of the CUDA backend, Ampere to Hopper, and the functions that launch them. ``model/ops/cuda.py`` is their owner.
+
+Only features that Triton has had for years are used, so that every version that torch 2.11 and later bring compiles them. Nothing
+here waits for the device, and what is launched depends on shapes and host numbers only: see ``CudaOps`` for what a CUDA graph may
+hold. Sizes that change from step to step are never specialised on, so a kernel is compiled once per model and not during service.
+"""
