@@ -265,14 +265,8 @@ def select_ops(device: torch.device, dtype: torch.dtype, quantization: str = "no
     from model.ops.reference import ReferenceOps
 
     if device.type == "cuda":
-        match quantization:
-            case "int8" | "fp8":
-                from model.ops.cuda_linear import QuantizedOps
-
-                return QuantizedOps(device, dtype, quantization)
-            case "int4":
-                raise ConfigError("--quantization int4 is not supported on GPUs. Use int8, fp8 (Ada, Hopper and later) or none.")
-    elif quantization == "fp8":
+        return _select_cuda_ops(device, dtype, quantization)
+    if quantization == "fp8":
         raise ConfigError("--quantization fp8 needs a CUDA device. On a CPU, use int8, int4, none or auto.")
     if device.type == "cpu":
         from model.ops.cpu import CpuOps
@@ -288,17 +282,26 @@ def select_ops(device: torch.device, dtype: torch.dtype, quantization: str = "no
                     return CpuOps(device, dtype, quantization, use_matrix_hardware=False)
         except BuildError as error:
             logger.warning("The fast CPU kernels are not used: %s. Everything works, several times slower.", error)
-    if device.type == "cuda" and quantization in ("none", "auto"):
-        try:
-            from model.ops.cuda import CudaOps
-        except ImportError as error:
-            logger.warning(
-                "The CUDA kernels are not used: %s. Install triton; until then all works, several times slower.", error
-            )
-        else:
-            return CudaOps(device, dtype)
     if quantization in ("int8", "int4"):
         raise ConfigError(
             f"--quantization {quantization} needs the compiled CPU kernels, which are not to be had here. Use none or auto."
         )
     return ReferenceOps(device, dtype)
+
+
+def _select_cuda_ops(device: torch.device, dtype: torch.dtype, quantization: str) -> Ops:
+    from model.ops.cuda_linear import QuantizedOps
+    from model.ops.reference import ReferenceOps
+
+    if quantization == "int4":
+        raise ConfigError("--quantization int4 is not supported on GPUs. Use int8, fp8 (Ada, Hopper and later) or none.")
+    try:
+        from model.ops.cuda import CudaOps, QuantizedCudaOps
+    except ImportError as error:
+        logger.warning("The CUDA kernels are not used: %s. Install triton; until then all works, several times slower.", error)
+        if quantization in ("int8", "fp8"):
+            return QuantizedOps(device, dtype, quantization)
+        return ReferenceOps(device, dtype)
+    if quantization in ("int8", "fp8"):
+        return QuantizedCudaOps(device, dtype, quantization)
+    return CudaOps(device, dtype)

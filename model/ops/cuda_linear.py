@@ -2,12 +2,12 @@
 scale per output and per token; Ada, Hopper and later). The head stays as it is: its errors would be the logits' own, and a tied
 one is the embedding's matrix, which stays anyway.
 
-fp8 is torch's own product. For int8 torch has none that promises to beat bfloat16: few rows run a Triton kernel, many rows
-multiply a widened copy, and so do devices without Triton. All of it also runs on a CPU, for tests; it is chosen on CUDA only.
+fp8 is torch's own product. For int8 torch has none that promises to beat bfloat16: few rows run a Triton kernel where there is
+Triton (``QuantizedCudaOps`` in model/ops/cuda.py), all others multiply a widened copy. Chosen on CUDA only, though what is here
+also runs on a CPU, for tests.
 """
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -101,12 +101,8 @@ class QuantizedOps(ReferenceOps):
     def __init__(self, device: torch.device, dtype: torch.dtype, quantization: Quantization) -> None:
         super().__init__(device, dtype)
         self._quantization = quantization
-        self._int8_processors: int | None = None  # None: without the Triton kernel
-        if device.type == "cuda":
-            if quantization == "fp8":
-                check_fp8(dtype, torch.cuda.get_device_capability(device))
-            elif find_spec("triton") is not None:
-                self._int8_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda" and quantization == "fp8":
+            check_fp8(dtype, torch.cuda.get_device_capability(device))
 
     @property
     def name(self) -> str:
@@ -129,13 +125,8 @@ class QuantizedOps(ReferenceOps):
         if isinstance(weight, Fp8Weight):
             return fp8_linear(x, weight)
         if isinstance(weight, Int8Weight):
-            return self._linear_int8(x, weight)
+            return self.linear_int8(x, weight)
         return super().linear(x, weight)
 
-    def _linear_int8(self, x: torch.Tensor, weight: Int8Weight) -> torch.Tensor:
-        if self._int8_processors is not None:
-            from model.ops import int8_kernel
-
-            if x.shape[0] <= int8_kernel.MAX_ROWS:
-                return int8_kernel.int8_linear(x, weight.data, weight.scales, self._int8_processors)
+    def linear_int8(self, x: torch.Tensor, weight: Int8Weight) -> torch.Tensor:
         return F.linear(x, weight.widened(x.dtype))

@@ -2,7 +2,6 @@
 eager one bit for bit. The same on a real device where there is one."""
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,41 +9,21 @@ import torch
 from model import cuda_graphs
 from model.cuda_graphs import padded_sizes
 from model.decode_rows import DecodeRows
-from model.gemma3 import Gemma3
-from model.ops import Ops, select_ops
+from model.ops import select_ops
 from model.sequence_chunk import SequenceChunk
-from tests.model.graphs import RerunDevice
+from tests.model.graphs import (
+    MAX_MODEL_LEN,
+    MAX_NUM_SEQS,
+    LiveHarness,
+    PairedRuns,
+    RerunDevice,
+    long_life,
+    make_harness,
+    make_model,
+)
 from tests.model.harness import GREEDY, Harness, TestSequence
 from tests.model.ops_cpu.harness import cpu_ops, needs_kernels
-from tests.model.tiny_models import CONFIG, random_prompt, random_tensors
-
-BLOCK_SIZE = 8
-MAX_MODEL_LEN = 200  # three windows
-MAX_NUM_SEQS = 20
-
-
-def make_model(ops: Ops) -> Gemma3:
-    with torch.inference_mode():
-        model = Gemma3(CONFIG, ops, CONFIG.vocab_size)
-        model.load_weights((name, tensor.to(ops.dtype)) for name, tensor in random_tensors(model).items())
-    return model
-
-
-class LiveHarness(Harness):
-    """Hands out the tables themselves, as the engine does: one list for as long as a sequence runs."""
-
-    def chunk(self, sequence: TestSequence, num_tokens: int, *, score: bool = False) -> SequenceChunk:
-        chunk = super().chunk(sequence, num_tokens, score=score)
-        chunk.global_block_table, chunk.local_block_table = sequence.global_table, sequence.local_table
-        return chunk
-
-    def release(self, sequence: TestSequence) -> None:
-        super().release(sequence)
-        sequence.global_table, sequence.local_table = [], []
-
-
-def make_harness(model: Gemma3, kind: type[Harness]) -> Harness:
-    return kind(model, model.ops, block_size=BLOCK_SIZE, num_tokens=MAX_NUM_SEQS * MAX_MODEL_LEN, num_seqs=MAX_NUM_SEQS, seed=5)
+from tests.model.tiny_models import random_prompt
 
 
 def test_sizes_are_fine_where_batches_are_small() -> None:
@@ -54,66 +33,6 @@ def test_sizes_are_fine_where_batches_are_small() -> None:
     assert padded_sizes(9) == (1, 2, 4, 8, 16)
     assert padded_sizes(64) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
     assert padded_sizes(1000)[-2:] == (248, 256)
-
-
-class PairedRuns:
-    """The same work through graphs and eagerly, over caches of their own."""
-
-    def __init__(self, model: Gemma3, device: cuda_graphs.GraphDevice | None, kind: type[Harness]) -> None:
-        self.graphed, self.eager = make_harness(model, kind), make_harness(model, kind)
-        self.graphed.runner.capture_graphs(padded_sizes(MAX_NUM_SEQS), MAX_MODEL_LEN, device)
-        self.pairs: list[tuple[TestSequence, TestSequence]] = []
-
-    def start(self, length: int, seed: int) -> None:
-        """A sequence of which all but the last token has been computed."""
-        prompt = random_prompt(length, seed=seed)
-        pair = TestSequence(list(prompt)), TestSequence(list(prompt))
-        for harness, sequence in zip((self.graphed, self.eager), pair, strict=True):
-            harness.run([(sequence, length - 1)])
-        self.pairs.append(pair)
-
-    def end(self, index: int) -> None:
-        for harness, sequence in zip((self.graphed, self.eager), self.pairs.pop(index), strict=True):
-            harness.release(sequence)
-
-    def poison(self) -> None:
-        """Whatever padding wrote to the null block must not matter, nor what stands there."""
-        for harness in (self.graphed, self.eager):
-            for layer in harness.cache.layers:
-                layer.keys[0] = torch.nan
-                layer.values[0] = torch.nan
-
-    @torch.inference_mode()
-    def step(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """One decode step of all sequences: final hidden states [n, h] of both."""
-        hidden = []
-        for side, harness in enumerate((self.graphed, self.eager)):
-            chunks = [harness.chunk(pair[side], 1) for pair in self.pairs]
-            hidden.append(harness.runner._forward(chunks)[1].clone())
-            harness._advance([(pair[side], 1) for pair in self.pairs])
-        tokens = harness.runner.model.logits(hidden[1]).argmax(-1).tolist()
-        for pair, token in zip(self.pairs, tokens, strict=True):
-            for sequence in pair:
-                sequence.tokens.append(token)
-        return hidden[0], hidden[1]
-
-
-def long_life(runs: PairedRuns) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Every batch size across the borders of the padding, sequences that come and go at random places, tables that grow."""
-    shuffle = random.Random(3)
-    for length in (3, 70, 9):
-        runs.start(length, seed=length)
-    for target in (*range(3, MAX_NUM_SEQS + 1), 9, 8, 7, 17, 16, 15, 5, 4, 3, 2, 1, 12):
-        while len(runs.pairs) > target:
-            runs.end(shuffle.randrange(len(runs.pairs)))
-        while len(runs.pairs) < target:
-            runs.start(shuffle.choice((3, 8, 9, 17, 64, 65, 73, 130)), seed=shuffle.randrange(1000))
-            if shuffle.random() < 0.3:
-                shuffle.shuffle(runs.pairs)
-        runs.poison()
-        yield runs.step()
-    for _ in range(2 * BLOCK_SIZE):
-        yield runs.step()
 
 
 @needs_kernels

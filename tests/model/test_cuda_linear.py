@@ -140,6 +140,8 @@ def test_what_is_refused_says_what_to_use() -> None:
         resolve_quantization("int3", "auto")
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_auto_is_none_on_a_gpu_until_something_else_is_measured_to_be_better() -> None:
     ops = select_ops(torch.device("cuda"), torch.bfloat16, resolve_quantization("auto", "auto"))
     assert ops.quantization == "none"
@@ -153,7 +155,8 @@ def test_a_device_computes_the_same(quantization: str, num_rows: int) -> None:
     device = torch.device("cuda")
     if quantization == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs fp8")
-    ops, host = (QuantizedOps(where, torch.bfloat16, quantization) for where in (device, CPU))  # type: ignore[arg-type]
+    ops = select_ops(device, torch.bfloat16, quantization)
+    host = QuantizedOps(CPU, torch.bfloat16, quantization)  # type: ignore[arg-type]
     weight, x = random_weight(640, 2048).bfloat16(), torch.randn(num_rows, 2048).bfloat16()
     expected = host.linear(x, host.pack_linear(weight, "down")).float()
     result = ops.linear(x.to(device), ops.pack_linear(weight.to(device), "down")).float().cpu()

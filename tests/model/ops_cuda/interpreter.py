@@ -4,6 +4,7 @@ kernel, although the kernel's own start has done so already.
 
 from typing import Any
 
+import triton.experimental.gluon  # noqa: F401 - else the first launch imports it, when nobody asks for the interpreter any more
 from triton.runtime import interpreter
 
 import model.ops.cuda  # noqa: F401 - the kernels are made for the interpreter while it is asked for

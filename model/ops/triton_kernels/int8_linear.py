@@ -8,11 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
+from model.ops.triton_kernels.common import product
+
 MAX_ROWS = 256  # more rows are bound by arithmetic: there a widened copy of the weight is multiplied faster
 COLUMNS, DEPTH = 64, 128
 MAX_SPLITS = 8
-# Under the interpreter (TRITON_INTERPRET=1, for tests on the CPU) products are made in float32: numpy has no bfloat16.
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
@@ -39,9 +39,7 @@ def _kernel(
         has_place = place < depth
         left = tl.load(x + row[:, None].to(tl.int64) * depth + place, mask=has_row[:, None] & has_place, other=0.0)
         right = tl.load(weight + column[:, None].to(tl.int64) * depth + place, mask=has_column[:, None] & has_place, other=0)
-        if INTERPRETED:
-            left = left.to(tl.float32)
-        total = tl.dot(left, tl.trans(right.to(left.dtype)), total, input_precision="ieee")
+        total = product(left, tl.trans(right.to(tl.float32).to(left.dtype)), total)
     total *= tl.load(scales + column, mask=has_column, other=0.0)
     to = output + (split * num_rows + row)[:, None].to(tl.int64) * num_columns + column
     tl.store(to, total, mask=has_row[:, None] & has_column)
