@@ -2,11 +2,12 @@
 buffers; and the same work done twice, through graphs and eagerly."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from model.config import Gemma3Config
 from model.cuda_graphs import GraphDevice, padded_sizes
 from model.gemma3 import Gemma3
 from model.ops import Ops
@@ -44,7 +45,6 @@ class RerunDevice:
     before_replay: Callable[[], None] = lambda: None
 
     def capture(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        step()
         output = step()
         self.captured.append(len(output))
 
@@ -64,9 +64,9 @@ class RerunDevice:
         return self.events[-1]
 
 
-def make_model(ops: Ops) -> Gemma3:
+def make_model(ops: Ops, config: Gemma3Config = CONFIG) -> Gemma3:
     with torch.inference_mode():
-        model = Gemma3(CONFIG, ops, CONFIG.vocab_size)
+        model = Gemma3(config, ops, config.vocab_size)
         model.load_weights((name, tensor.to(ops.dtype)) for name, tensor in random_tensors(model).items())
     return model
 
@@ -91,9 +91,11 @@ def make_harness(model: Gemma3, kind: type[Harness]) -> Harness:
 class PairedRuns:
     """The same work through graphs and eagerly, over caches of their own."""
 
-    def __init__(self, model: Gemma3, device: GraphDevice, kind: type[Harness], *, max_num_seqs: int = MAX_NUM_SEQS) -> None:
+    def __init__(
+        self, model: Gemma3, device: GraphDevice, kind: type[Harness], sizes: Sequence[int] = padded_sizes(MAX_NUM_SEQS)
+    ) -> None:
         self.graphed, self.eager = make_harness(model, kind), make_harness(model, kind)
-        self.graphed.runner.capture_graphs(padded_sizes(max_num_seqs), MAX_MODEL_LEN, device)
+        self.graphed.runner.capture_graphs(sizes, MAX_MODEL_LEN, device)
         self.pairs: list[tuple[TestSequence, TestSequence]] = []
 
     def start(self, length: int, seed: int) -> None:
@@ -102,6 +104,21 @@ class PairedRuns:
         pair = TestSequence(list(prompt)), TestSequence(list(prompt))
         for harness, sequence in zip((self.graphed, self.eager), pair, strict=True):
             harness.run([(sequence, length - 1)])
+        self.pairs.append(pair)
+
+    def start_made_up(self, length: int, seed: int) -> None:
+        """The same without computing anything: keys and values are random numbers."""
+        pair = TestSequence(random_prompt(length, seed=seed)), TestSequence(random_prompt(length, seed=seed))
+        for harness, sequence in zip((self.graphed, self.eager), pair, strict=True):
+            harness.chunk(sequence, length - 1)
+            generator = torch.Generator().manual_seed(seed)
+            for layer, is_global in zip(harness.cache.layers, harness.config.global_layers, strict=True):
+                blocks = sequence.global_table if is_global else sequence.local_table
+                for cache in (layer.keys, layer.values):
+                    flat = torch.randn((len(blocks) * BLOCK_SIZE, *cache.shape[2:]), generator=generator)
+                    flat[length - 1 :] = torch.nan
+                    cache[blocks] = flat.view(len(blocks), *cache.shape[1:]).to(cache)
+            harness._advance([(sequence, length - 1)])
         self.pairs.append(pair)
 
     def end(self, index: int) -> None:
