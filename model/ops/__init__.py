@@ -298,7 +298,7 @@ def _select_cuda_ops(device: torch.device, dtype: torch.dtype, quantization: str
     try:
         from model.ops.cuda import CudaOps, QuantizedCudaOps
     except ImportError as error:
-        logger.warning("The CUDA kernels are not used: %s. Install triton; until then all works, several times slower.", error)
+        logger.warning("The CUDA kernels are not used: %s. Everything works, several times slower. Install triton.", error)
         if quantization in ("int8", "fp8"):
             return QuantizedOps(device, dtype, quantization)
         return ReferenceOps(device, dtype)
