@@ -11,12 +11,13 @@ import triton.language as tl
 from model.ops.triton_kernels.common import product
 
 MAX_ROWS = 256  # more rows are bound by arithmetic: there a widened copy of the weight is multiplied faster
-COLUMNS, DEPTH = 64, 128
+COLUMNS = 64
+DEPTHS = {torch.float32: 64, torch.bfloat16: 128}  # of a tile: so that three fit into the shared memory of any card
 MAX_SPLITS = 8
 
 
-@triton.jit
-def _kernel(
+@triton.jit(do_not_specialize=["num_rows"])
+def int8_linear_kernel(
     x,
     weight,
     scales,
@@ -54,12 +55,13 @@ def int8_linear(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, num
     num_rows, depth = x.shape
     num_columns = weight.shape[0]
     x = x.contiguous()
+    tile_depth = DEPTHS[x.dtype]
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
     tiles = triton.cdiv(num_columns, COLUMNS) * triton.cdiv(num_rows, rows)
-    splits = max(1, min(MAX_SPLITS, 2 * num_processors // tiles, triton.cdiv(depth, DEPTH)))
+    splits = max(1, min(MAX_SPLITS, 2 * num_processors // tiles, triton.cdiv(depth, tile_depth)))
     output = torch.empty((splits, num_rows, num_columns), dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(num_columns, COLUMNS), triton.cdiv(num_rows, rows), splits)
-    _kernel[grid](
+    int8_linear_kernel[grid](
         x,
         weight,
         scales,
@@ -70,8 +72,8 @@ def int8_linear(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, num
         SPLITS=splits,
         ROWS=rows,
         COLUMNS=COLUMNS,
-        DEPTH=DEPTH,
+        DEPTH=tile_depth,
         num_warps=4,
-        num_stages=4,
+        num_stages=3,
     )
     return (output[0] if splits == 1 else output.sum(0)).to(x.dtype)

@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from model.ops import AttentionMetadata
-from model.ops.triton_kernels import elementwise, paged_attention, sampling
+from model.ops.triton_kernels import elementwise, int8_linear, paged_attention, sampling
 
 # Bytes of shared memory that a program may have on the smallest card of the generation: consumer cards have less than an A100.
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
@@ -54,6 +54,9 @@ def run_layers(size: str, dtype: torch.dtype) -> None:
     elementwise.rms_norm(x, meta(hidden), 1e-6)
     elementwise.norm_add_norm(x, x.clone(), meta(hidden), meta(hidden), 1e-6)
     elementwise.geglu(meta(100, 2 * intermediate, dtype=dtype))
+    for num_tokens in (1, 32, 100):
+        x = meta(num_tokens, intermediate, dtype=dtype)
+        int8_linear.int8_linear(x, meta(hidden, intermediate, dtype=torch.int8), meta(hidden), PROCESSORS)
     cache = meta(1000, 16, num_kv_heads, head_dim, dtype=dtype)
     for num_tokens in (1, 100):
         elementwise.qk_norm_rope_cache_write(
@@ -98,7 +101,9 @@ def launches_of(run: Callable[[], None]) -> list[Launch]:
         arguments = dict(zip(self.arg_names, args, strict=False))
         arguments |= {name: value for name, value in kwargs.items() if name in self.arg_names}
         options = {name: value for name, value in kwargs.items() if name not in self.arg_names}
-        launches.setdefault(f"{self.fn.__name__} {source(self, arguments).signature} {constants(self, arguments)}", (self, arguments, options))
+        launches.setdefault(
+            f"{self.fn.__name__} {source(self, arguments).signature} {constants(self, arguments)}", (self, arguments, options)
+        )
 
     with torch.inference_mode():
         original, JITFunction.run = JITFunction.run, record
@@ -146,7 +151,9 @@ def check(launches: list[Launch], capability: int) -> list[str]:
         compiled = triton.compile(source(kernel, arguments), target=GPUTarget("cuda", capability, 32), options=options)
         shared = compiled.metadata.shared
         name = f"{kernel.fn.__name__} for sm_{capability}"
-        sizes = {key: constants(kernel, arguments).get(key) for key in ("HEAD_DIM", "WINDOW", "GROUP", "NUM_SPLITS", "SIZE", "BY_MASS")}
+        sizes = {
+            key: constants(kernel, arguments).get(key) for key in ("HEAD_DIM", "WINDOW", "GROUP", "NUM_SPLITS", "SIZE", "BY_MASS")
+        }
         sizes = {key: value for key, value in sizes.items() if value is not None}
         print(f"{name}: {shared} bytes of shared memory, {time.process_time() - began:.1f} s; {sizes}", flush=True)
         if shared > SHARED_MEMORY[capability]:
