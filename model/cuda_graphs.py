@@ -88,7 +88,7 @@ class CudaGraphDevice:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def event(self) -> Event:
-        return torch.cuda.Event()  # type: ignore[no-untyped-call, no-any-return]
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 class _StepInput:

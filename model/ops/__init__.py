@@ -299,9 +299,11 @@ def _select_cuda_ops(device: torch.device, dtype: torch.dtype, quantization: str
         from model.ops.cuda import CudaOps, QuantizedCudaOps
     except ImportError as error:
         logger.warning("The CUDA kernels are not used: %s. Everything works, several times slower. Install triton.", error)
-        if quantization in ("int8", "fp8"):
-            return QuantizedOps(device, dtype, quantization)
+        match quantization:
+            case "int8" | "fp8":
+                return QuantizedOps(device, dtype, quantization)
         return ReferenceOps(device, dtype)
-    if quantization in ("int8", "fp8"):
-        return QuantizedCudaOps(device, dtype, quantization)
+    match quantization:
+        case "int8" | "fp8":
+            return QuantizedCudaOps(device, dtype, quantization)
     return CudaOps(device, dtype)

@@ -73,7 +73,7 @@ def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def pack_fp8(weight: torch.Tensor) -> Fp8Weight:
-    parts = [quantize_fp8(rows) for rows in weight.split(PACKED_ROWS)]
+    parts = [quantize_fp8(rows) for rows in torch.split(weight, PACKED_ROWS)]
     data = torch.cat([data.view(torch.uint8) for data, _ in parts]).view(FP8)
     return Fp8Weight(data, torch.cat([scales for _, scales in parts]))
 
