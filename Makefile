@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: run test lint format docs bench soak overload fuzz sanitize prometheus-test image-test router-test ray-test scaling-check clean
+.PHONY: run test lint format docs bench soak overload fuzz sanitize gpu-test gpu-compile prometheus-test image-test router-test ray-test scaling-check clean
 
 run: .venv/demo.stamp
 	$(BIN)/gemserve serve --host 127.0.0.1 --port 8000 $(ARGS)
@@ -48,6 +48,18 @@ fuzz: .venv/test.stamp
 # Address and undefined-behaviour sanitizers over the tests of the C++ kernels; needs g++ with their runtimes.
 sanitize: .venv/test.stamp
 	tests/model/ops_cpu/sanitize.sh $(BIN)/python
+
+# The tests of the CUDA kernels on a GPU, and the attention kernels once more under compute-sanitizer where it is on the PATH.
+# Needs torch's CUDA build: make .venv/test.stamp, then install it into .venv.
+gpu-test: .venv/test.stamp
+	$(BIN)/python -m pytest -m gpu tests/model $(ARGS)
+	if command -v compute-sanitizer > /dev/null; then PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \
+	  --target-processes all --error-exitcode 1 $(BIN)/python -m pytest -m gpu -x tests/model/ops_cuda/test_attention.py; \
+	  else echo "no compute-sanitizer on the PATH: attention kernels not checked with it"; fi
+
+# Every CUDA kernel of every published size, compiled for Ampere and Hopper on any machine. Takes minutes.
+gpu-compile: .venv/test.stamp
+	$(BIN)/python -m tests.model.ops_cuda.compile_kernels $(ARGS)
 
 # promtool and a real Prometheus over the files of deploy/: those on the PATH, else Debian's package, which needs no installation.
 prometheus-test: .venv/test.stamp

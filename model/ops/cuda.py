@@ -19,8 +19,9 @@ from model.ops.cuda_linear import Int8Weight, QuantizedOps
 from model.ops.reference import PlainWeight, ReferenceOps
 from model.ops.triton_kernels import elementwise, int8_linear, paged_attention, sampling
 from model.ops.triton_kernels.common import INTERPRETED
+from model.ops.triton_kernels.paged_attention import Device
 
-INTERPRETED_PROCESSORS = 4  # of the device that the interpreter stands for; few, so that tests see contexts split and whole
+INTERPRETED_DEVICE = Device(num_processors=4, is_hopper=False)  # few processors: contexts are split or whole by the batch
 
 
 class CudaOps(ReferenceOps):
@@ -32,9 +33,10 @@ class CudaOps(ReferenceOps):
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = False
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-            self.num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+            properties = torch.cuda.get_device_properties(device)
+            self.traits = Device(properties.multi_processor_count, properties.major >= 9)
         elif INTERPRETED:
-            self.num_processors = INTERPRETED_PROCESSORS
+            self.traits = INTERPRETED_DEVICE
         else:
             raise ConfigError(f"The CUDA kernels do not run on device {device}. Use --device cuda.")
 
@@ -82,7 +84,7 @@ class CudaOps(ReferenceOps):
     def paged_attention(
         self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata, scale: float
     ) -> torch.Tensor:
-        return paged_attention.paged_attention(query, k_cache, v_cache, metadata, scale, self.num_processors)
+        return paged_attention.paged_attention(query, k_cache, v_cache, metadata, scale, self.traits)
 
     # -- sampling --------------------------------------------------------------------------------------------------------------
 
@@ -112,4 +114,4 @@ class QuantizedCudaOps(QuantizedOps, CudaOps):
     def linear_int8(self, x: torch.Tensor, weight: Int8Weight) -> torch.Tensor:
         if x.shape[0] > int8_linear.MAX_ROWS:
             return super().linear_int8(x, weight)
-        return int8_linear.int8_linear(x, weight.data, weight.scales, self.num_processors)
+        return int8_linear.int8_linear(x, weight.data, weight.scales, self.traits.num_processors)

@@ -7,6 +7,7 @@ import triton
 
 from model.ops import AttentionMetadata
 from model.ops.triton_kernels.attention import decode_kernel, prefill_kernel, reduce_kernel
+from model.ops.triton_kernels.common import INTERPRETED
 
 MIN_SPLIT_KEYS = 128  # a split of fewer keys costs more to put together than it saves
 MAX_SPLITS = 128
@@ -15,21 +16,33 @@ SPLITS_STEP = 16  # parts that the reduction holds at once
 
 
 @dataclass(frozen=True, slots=True)
+class Device:
+    """What launches are sized by."""
+
+    num_processors: int
+    is_hopper: bool  # or newer: 227 KiB of shared memory, matrix instructions of four warps and 64 rows
+
+
+@dataclass(frozen=True, slots=True)
 class Tiles:
-    """Sizes that fit the shared memory of every device from Ampere on (99 KiB on consumer cards) with two stages in flight."""
+    """Sizes of the tiles; those for Ampere fit the 99 KiB of shared memory of its consumer cards."""
 
     keys: int
     prefill_rows: int
     prefill_warps: int
-    num_stages: int
+    num_stages: int  # three: while a tile is worked on, the next one's memory is read, and the block ids of the one after
 
 
-def choose_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
-    if dtype == torch.float32:  # products in float32 run on plain arithmetic units and keep their operands in registers
+def choose_tiles(head_dim: int, dtype: torch.dtype, device: Device) -> Tiles:
+    # float32 products run on plain arithmetic units, which keep their operands in registers. The interpreter takes as long for a
+    # small tile as for a large one.
+    if dtype == torch.float32 and not INTERPRETED:
         return Tiles(keys=16, prefill_rows=16, prefill_warps=4, num_stages=1)
+    if device.is_hopper:
+        return Tiles(keys=32 if head_dim > 128 else 64, prefill_rows=128, prefill_warps=8, num_stages=3)
     if head_dim > 128:
-        return Tiles(keys=32, prefill_rows=64, prefill_warps=8, num_stages=2)
-    return Tiles(keys=64, prefill_rows=64, prefill_warps=4, num_stages=2)
+        return Tiles(keys=32, prefill_rows=64, prefill_warps=8, num_stages=3)
+    return Tiles(keys=64, prefill_rows=64, prefill_warps=4, num_stages=3)
 
 
 def choose_num_splits(num_seqs: int, num_kv_heads: int, window: int | None, num_processors: int) -> int:
@@ -45,7 +58,7 @@ def paged_attention(
     v_cache: torch.Tensor,
     metadata: AttentionMetadata,
     scale: float,
-    num_processors: int,
+    device: Device,
 ) -> torch.Tensor:
     """[n, Hq * D]. Looks at the metadata's host copies only for which kinds of sequences there are."""
     num_tokens, num_heads, head_dim = query.shape
@@ -54,9 +67,9 @@ def paged_attention(
     if num_tokens == 0:
         return output.view(0, num_heads * head_dim)
     if any(count == 1 for count in metadata.query_lens):
-        _decode(query, k_cache, v_cache, metadata, scale, num_seqs, num_processors, output)
+        _decode(query, k_cache, v_cache, metadata, scale, num_seqs, device, output)
     if any(count > 1 for count in metadata.query_lens):
-        _prefill(query, k_cache, v_cache, metadata, scale, num_seqs, output)
+        _prefill(query, k_cache, v_cache, metadata, scale, num_seqs, device, output)
     return output.view(num_tokens, num_heads * head_dim)
 
 
@@ -67,14 +80,14 @@ def _decode(
     metadata: AttentionMetadata,
     scale: float,
     num_seqs: int,
-    num_processors: int,
+    device: Device,
     output: torch.Tensor,
 ) -> None:
     _, num_heads, head_dim = query.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     group = num_heads // num_kv_heads
-    tiles = choose_tiles(head_dim, query.dtype)
-    num_splits = choose_num_splits(num_seqs, num_kv_heads, metadata.window, num_processors)
+    tiles = choose_tiles(head_dim, query.dtype, device)
+    num_splits = choose_num_splits(num_seqs, num_kv_heads, metadata.window, device.num_processors)
     dim_block = max(16, triton.next_power_of_2(head_dim))
     min_tiles = max(1, MIN_SPLIT_KEYS // tiles.keys)
     partial_sums = partial_stats = output  # not touched without splits
@@ -137,12 +150,13 @@ def _prefill(
     metadata: AttentionMetadata,
     scale: float,
     num_seqs: int,
+    device: Device,
     output: torch.Tensor,
 ) -> None:
     num_tokens, num_heads, head_dim = query.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
     group = num_heads // num_kv_heads
-    tiles = choose_tiles(head_dim, query.dtype)
+    tiles = choose_tiles(head_dim, query.dtype, device)
     rows = max(tiles.prefill_rows, triton.next_power_of_2(group))
     tile_queries = rows // group
     prefill_kernel[(num_tokens // tile_queries + num_seqs, num_kv_heads)](

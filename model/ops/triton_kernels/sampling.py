@@ -7,8 +7,10 @@ import triton
 
 from model.ops import Candidates
 from model.ops.triton_kernels import drawing, selection
+from model.ops.triton_kernels.common import INTERPRETED
 
 BLOCK = 4096  # logits of one program: 64 programs for a row of the whole vocabulary
+CHUNK = 256  # of them, counted at once: sixteen integers each are held in registers
 NUM_PASSES = 8
 
 
@@ -90,6 +92,7 @@ def _search(rows: Rows, temperature: torch.Tensor, top_p: torch.Tensor, k: int |
             NUM_BLOCKS=rows.num_blocks,
             BLOCKS=rows.blocks,
             BLOCK=BLOCK,
+            CHUNK=BLOCK if INTERPRETED else CHUNK,
         )
     return states, bins
 

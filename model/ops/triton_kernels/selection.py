@@ -120,6 +120,7 @@ def search_kernel(
     NUM_BLOCKS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """Pass ``step`` over one block: the mass (or number) of its tokens of each next digit, among those with the bits so far."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -134,17 +135,21 @@ def search_kernel(
             tl.store(state, bits)
             tl.store(state + 1, above)
             tl.store(state + 2, target)
-    ids = block * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row * size + ids, mask=ids < size, other=float("nan"))
-    key = ordered(x)
-    shift = 28 - 4 * step
-    matches = (ids < size) & ((key >> (shift + 4)) == bits)
-    digits = ((key >> shift) & (BINS - 1)).to(tl.int32)
     if BY_MASS:
-        weights = weight(x, _row_maximum(maxima, row, NUM_BLOCKS, BLOCKS), tl.load(temperature + row))
-        masses = tl.where(matches, mass(weights, MASS_SCALE), 0)
-    else:
-        masses = matches.to(tl.int64)
-    place = bins + (((step % 2) * num_rows + row) * NUM_BLOCKS + block) * BINS
-    for digit in tl.static_range(BINS):
-        tl.store(place + digit, tl.sum(tl.where(digits == digit, masses, 0), axis=0))
+        largest, warmth = _row_maximum(maxima, row, NUM_BLOCKS, BLOCKS), tl.load(temperature + row)
+    shift = 28 - 4 * step
+    bins_of_digits = tl.arange(0, BINS)
+    sums = tl.zeros([BINS, CHUNK], dtype=tl.int64)
+    for start in range(0, BLOCK, CHUNK):
+        ids = block * BLOCK + start + tl.arange(0, CHUNK)
+        x = tl.load(logits + row * size + ids, mask=ids < size, other=float("nan"))
+        key = ordered(x)
+        matches = (ids < size) & ((key >> (shift + 4)) == bits)
+        if tl.max(matches.to(tl.int32), axis=0) > 0:  # after a few passes, seldom
+            digits = tl.where(matches, (key >> shift) & (BINS - 1), -1).to(tl.int32)
+            masses = matches.to(tl.int64)
+            if BY_MASS:
+                masses = mass(weight(x, largest, warmth), MASS_SCALE)
+            sums += tl.where(digits[None, :] == bins_of_digits[:, None], masses[None, :], 0)
+    place = bins + ((num_rows * (step % 2) + row) * NUM_BLOCKS + block) * BINS
+    tl.store(place + bins_of_digits, tl.sum(sums, axis=1))

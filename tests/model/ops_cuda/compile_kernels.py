@@ -11,6 +11,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from model.ops.triton_kernels import elementwise, int8_linear, paged_attention, 
 
 # Bytes of shared memory that a program may have on the smallest card of the generation: consumer cards have less than an A100.
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
-PROCESSORS = 132
 TYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -48,7 +48,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def run_layers(size: str, dtype: torch.dtype) -> None:
+def run_layers(size: str, dtype: torch.dtype, device: paged_attention.Device) -> None:
     hidden, intermediate, num_heads, num_kv_heads, head_dim, window = SIZES[size]
     x = meta(100, hidden, dtype=dtype)
     elementwise.rms_norm(x, meta(hidden), 1e-6)
@@ -56,7 +56,7 @@ def run_layers(size: str, dtype: torch.dtype) -> None:
     elementwise.geglu(meta(100, 2 * intermediate, dtype=dtype))
     for num_tokens in (1, 32, 100):
         x = meta(num_tokens, intermediate, dtype=dtype)
-        int8_linear.int8_linear(x, meta(hidden, intermediate, dtype=torch.int8), meta(hidden), PROCESSORS)
+        int8_linear.int8_linear(x, meta(hidden, intermediate, dtype=torch.int8), meta(hidden), device.num_processors)
     cache = meta(1000, 16, num_kv_heads, head_dim, dtype=dtype)
     for num_tokens in (1, 100):
         elementwise.qk_norm_rope_cache_write(
@@ -83,14 +83,14 @@ def run_layers(size: str, dtype: torch.dtype) -> None:
                 slot_mapping=meta(num_queries * num_seqs, dtype=torch.int64),
             )
             query = meta(num_queries * num_seqs, num_heads, head_dim, dtype=dtype)
-            paged_attention.paged_attention(query, cache, cache, metadata, 0.0625, PROCESSORS)
+            paged_attention.paged_attention(query, cache, cache, metadata, 0.0625, device)
 
 
 def run_sampling() -> None:
     logits, each, wide = meta(8, 262144), meta(8), meta(8, dtype=torch.float64)
     sampling.finite_and_likeliest(logits)
-    sampling.top_candidates(logits, 64, each)
     sampling.draw(logits, each, wide, each, wide)
+    sampling.top_candidates(logits, 64, each)
 
 
 def launches_of(run: Callable[[], None]) -> list[Launch]:
@@ -143,10 +143,14 @@ def source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
     return ASTSource(kernel, signature, fixed, attributes)
 
 
-def check(launches: list[Launch], capability: int) -> list[str]:
-    """What is wrong, a line each. Prints a line per kernel."""
+def check(launches: list[Launch], capability: int, *, once: bool) -> list[str]:
+    """What is wrong, a line each. Prints a line per kernel. ``once``: the first launch of each kernel alone."""
     faults = []
+    seen: set[str] = set()
     for kernel, arguments, options in launches:
+        if once and kernel.fn.__name__ in seen:
+            continue
+        seen.add(kernel.fn.__name__)
         began = time.process_time()
         compiled = triton.compile(source(kernel, arguments), target=GPUTarget("cuda", capability, 32), options=options)
         shared = compiled.metadata.shared
@@ -167,12 +171,13 @@ def main() -> int:
     quick = parser.parse_args().quick
     faults: list[str] = []
     for capability in SHARED_MEMORY:
+        device = paged_attention.Device(num_processors=108, is_hopper=capability >= 90)
         for size in SIZES:
             for dtype in (torch.bfloat16, torch.float32):
-                if not quick or (size == "27b" and capability == 80 and dtype == torch.bfloat16):
-                    faults += check(launches_of(lambda size=size, dtype=dtype: run_layers(size, dtype)), capability)  # type: ignore[misc]
+                if not quick or (size, capability, dtype) == ("270m", 80, torch.bfloat16):
+                    faults += check(launches_of(partial(run_layers, size, dtype, device)), capability, once=quick)
         if not quick or capability == 90:
-            faults += check(launches_of(run_sampling), capability)
+            faults += check(launches_of(run_sampling), capability, once=quick)
     print("\n".join(faults) or "All kernels compile and fit.")
     return bool(faults)
 

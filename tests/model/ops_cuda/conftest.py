@@ -15,11 +15,11 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 def pytest_configure(config: pytest.Config) -> None:
     if not HAS_TRITON or config.getoption("markexpr") == "gpu":
         return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "TRITON_INTERPRET", "1")
-        from tests.model.ops_cuda import interpreter
+    # It stays: triton reads it again whenever it imports more of itself. Processes started by tests that need it unset unset it.
+    os.environ["TRITON_INTERPRET"] = "1"
+    from tests.model.ops_cuda import interpreter
 
-        interpreter.patch_language_once()
+    interpreter.make_faster()
 
 
 @pytest.hookimpl(tryfirst=True)

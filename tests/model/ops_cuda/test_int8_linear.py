@@ -57,6 +57,6 @@ def test_few_rows_take_the_kernel_and_many_a_widened_copy() -> None:
     assert isinstance(weight, Int8Weight)
     x = torch.randn(MAX_ROWS + 1, 128, device=DEVICE)
     few, many = ops.linear(x[:4], weight), ops.linear(x, weight)
-    assert torch.equal(few, int8_linear(x[:4], weight.data, weight.scales, ops.num_processors))
+    assert torch.equal(few, int8_linear(x[:4], weight.data, weight.scales, ops.traits.num_processors))
     assert torch.equal(many, QuantizedOps.linear_int8(ops, x, weight))
     assert (few - many[:4]).abs().max() < 1e-4 * many.abs().max()

@@ -1,0 +1,47 @@
+"""The kernels compile for GPUs and fit their shared memory, which needs no GPU; and the right backend is chosen."""
+
+import builtins
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model.ops import select_ops
+from model.ops.reference import ReferenceOps
+from tests.model.ops_cuda.harness import INTERPRETED
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a device compiles them anyway")
+
+
+def test_kernels_compile_for_ampere_and_hopper(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.model.ops_cuda.compile_kernels", "--quick"]
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "All kernels compile and fit." in result.stdout
+    for kernel in ("decode_kernel for sm_80", "prefill_kernel for sm_80", "search_kernel for sm_90"):
+        assert kernel in result.stdout
+
+
+def test_without_triton_the_reference_runs_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    original = builtins.__import__
+
+    def fail(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "model.ops.cuda":
+            raise ModuleNotFoundError("No module named 'triton'")
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", fail)
+    with caplog.at_level(logging.WARNING):
+        ops = select_ops(torch.device("cuda"), torch.bfloat16)
+    assert type(ops) is ReferenceOps
+    assert len(caplog.records) == 1
+    assert "Install triton" in caplog.text
