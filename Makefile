@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: run test lint format docs bench soak overload fuzz sanitize gpu-test gpu-compile prometheus-test image-test router-test ray-test scaling-check clean
+.PHONY: run test lint format docs bench soak overload fuzz sanitize gpu-test gpu-compile prometheus-test nginx-test image-test router-test ray-test scaling-check clean
 
 run: .venv/demo.stamp
 	$(BIN)/gemserve serve --host 127.0.0.1 --port 8000 $(ARGS)
@@ -66,6 +66,12 @@ prometheus-test: .venv/test.stamp
 	command -v promtool > /dev/null && command -v prometheus > /dev/null || [ -x .venv/prometheus/usr/bin/promtool ] || \
 	  (mkdir -p .venv/prometheus && cd .venv/prometheus && apt-get download prometheus && dpkg-deb -x prometheus_*.deb .)
 	PATH="$$PATH:$(CURDIR)/.venv/prometheus/usr/bin" GEMSERVE_NEEDS_PROMETHEUS=1 $(BIN)/python -m pytest tests/deploy/test_prometheus.py tests/deploy/test_prometheus_files.py $(ARGS)
+
+# Streams behind nginx: that on the PATH, else Debian's package, which needs no installation.
+nginx-test: .venv/test.stamp
+	command -v nginx > /dev/null || [ -x .venv/nginx/usr/sbin/nginx ] || \
+	  (mkdir -p .venv/nginx && cd .venv/nginx && apt-get download nginx && dpkg-deb -x nginx_*.deb .)
+	PATH="$$PATH:$(CURDIR)/.venv/nginx/usr/sbin" GEMSERVE_NEEDS_NGINX=1 $(BIN)/python -m pytest tests/http/test_behind_nginx.py $(ARGS)
 
 # Builds the image without a Docker daemon, runs it and ends it; needs root, buildah, mmdebstrap and util-linux.
 image-test: .venv/test.stamp

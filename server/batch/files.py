@@ -1,11 +1,14 @@
 """The two files of a batch. The input is checked whole before anything runs. The output grows by one whole line per answer, so
 that a run that was ended at any moment goes on where it stopped."""
 
+import contextlib
+import errno
 import json
 import re
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -100,12 +103,16 @@ class BatchOutput:
         """Raises SettingsError for a file that holds anything else than answers to this input."""
         self._path = path
         self.done: set[str] = set()
-        try:
-            end = self._read(batch) if path.exists() else 0
-            self._file = path.open("ab", buffering=0)
-            self._file.truncate(end)
-        except OSError as error:
-            raise SettingsError(f"{path}: {error.strerror or error}") from None
+        with contextlib.ExitStack() as undo:
+            try:
+                self._file = undo.enter_context(path.open("ab", buffering=0))
+                _take_alone(self._file)
+                self._file.truncate(self._read(batch))
+            except BlockingIOError:
+                raise SettingsError(f"{path}: another run is writing to this file; wait for it, or name another file") from None
+            except OSError as error:
+                raise SettingsError(f"{path}: {error.strerror or error}") from None
+            undo.pop_all()
 
     def _read(self, batch: BatchInput) -> int:
         """Takes note of the answers that are there; returns where the last whole line ends."""
@@ -145,3 +152,15 @@ class BatchOutput:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._file.close()
+
+
+def _take_alone(file: FileIO) -> None:
+    """Until it is closed or the process ends. Raises BlockingIOError where another process has it; not every system has locks."""
+    with contextlib.suppress(ImportError):
+        import fcntl
+
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+                raise

@@ -55,7 +55,7 @@ def measure_starts(count: int, arguments: str, progress: Callable[[str], None] =
 
 def measure_start(arguments: str) -> Start:
     try:
-        command = [sys.executable, "-m", "server", "serve", "--port", "0", *shlex.split(arguments)]
+        command = [sys.executable, "-m", "server", "serve", "--port", "0", *shlex.split(arguments), "--log-level", "info"]
     except ValueError as error:
         raise SettingsError(f"--serve-arguments: {error}") from None
     began = time.monotonic()

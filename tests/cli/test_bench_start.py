@@ -13,7 +13,7 @@ from tests.tiny import write_tiny_folder
 def test_a_start_is_measured_until_ready_and_beyond(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_tiny_folder(tmp_path / "tiny")
     arguments = f"{model} --dtype float32 --num-threads 1 --kv-cache-memory 64MiB --max-num-seqs 4 --max-num-batched-tokens 64"
-    arguments += " --log-format json"  # the address is found in it too
+    arguments += " --log-format json --log-level error"  # the address is found all the same
     assert main(["bench", "--start", "1", "--json", "--serve-arguments", arguments]) == 0
     output = capsys.readouterr()
     assert "start 1 of 1: ready after" in output.err

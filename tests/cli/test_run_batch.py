@@ -194,6 +194,18 @@ def test_a_disk_that_is_full_ends_the_run_with_one_line(
     assert "No space left on device; run the same command again" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_two_runs_never_write_to_one_file(server: LiveServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = write(tmp_path / "in.jsonl", [line("a", prompt="x", max_tokens=1)]), tmp_path / "out.jsonl"
+    with batch_files.BatchOutput(target, batch_files.BatchInput(source)) as other:
+        other.write("a", {"status_code": 200}, None)
+        before = target.read_bytes()
+        assert run(source, target, "--url", server.url) == 2
+        assert "another run is writing to this file" in capsys.readouterr().err
+        assert target.read_bytes() == before
+    assert run(source, target, "--url", server.url) == 0
+    assert target.read_bytes() == before
+
+
 def test_an_input_that_changes_while_it_is_read_ends_the_run_with_one_line(
     server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -91,7 +91,7 @@ class LiveServer:
                     return float(match[3])
         return 0.0
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, "condition not met in time"

@@ -32,7 +32,7 @@ def slow_server() -> Iterator[LiveServer]:
 
 
 def open_request(server: LiveServer, body: dict[str, Any]) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     payload = json.dumps(body).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n"
@@ -105,14 +105,14 @@ def test_while_its_prompt_is_encoded(slow_server: LiveServer, monkeypatch: pytes
 
     def slow_encode(text: str) -> list[int]:
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         ids: list[int] = encode(text)
         return ids
 
     monkeypatch.setattr(tokenizer, "encode", slow_encode)
     before, started = disconnects(slow_server), slow_server.metric("prompt_tokens_total")
     with open_request(slow_server, {"prompt": "a", "max_tokens": 4000, "stream": stream}):
-        assert begun.wait(10)
+        assert begun.wait(60)
     go_on.set()
     slow_server.wait_for(lambda: disconnects(slow_server) == before + 1)
     assert_idle_within_a_second(slow_server)

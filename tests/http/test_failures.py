@@ -186,9 +186,9 @@ def test_a_step_that_takes_long_turns_readiness_off_until_it_is_over(monkeypatch
 
 
 def test_neither_slow_steps_nor_an_idle_engine_are_a_hung_one() -> None:
-    with live_server(fake_engine_factory(FakeRunner(step_delay=0.3)), step_timeout=0.5) as server:
-        time.sleep(0.8)
-        assert server.complete(prompt="a", max_tokens=4)["usage"]["completion_tokens"] == 4
+    with live_server(fake_engine_factory(FakeRunner(step_delay=0.5)), step_timeout=3) as server:
+        time.sleep(3.5)
+        assert server.complete(prompt="a", max_tokens=8)["usage"]["completion_tokens"] == 8
 
 
 def test_while_loading_the_port_answers_and_says_what_it_waits_for() -> None:

@@ -172,7 +172,7 @@ def test_requests_are_counted_under_their_own_name(server: LiveServer) -> None:
 
 def test_a_stream_that_began_idle_and_fails_has_every_event(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation_routes, "KEEP_ALIVE_SECONDS", 0.05)
-    with scripted_server([FAILS], step_delay=0.5) as slow:
+    with scripted_server([FAILS], step_delay=2) as slow:
         raw = slow.post(RESPONSES, {"input": "x", "seed": 0, "temperature": 1, "stream": True}).text
     assert raw.startswith(": keep-alive\n\n")
     names = [line.removeprefix("event: ") for line in raw.splitlines() if line.startswith("event: ")]

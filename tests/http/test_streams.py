@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from server.api import generation_routes, responses
-from tests.fakes import BOS, EOS, FIRST_BYTE, VOCAB_SIZE, FakeRunner, fake_engine_factory
+from tests.fakes import BOS, EOS, FIRST_BYTE, HANG, VOCAB_SIZE, FakeRunner, fake_engine_factory
 from tests.http.live_server import LiveServer, live_server
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -208,8 +208,13 @@ def test_errors_before_the_first_token_are_plain_http_errors(server: LiveServer)
 def test_an_idle_stream_says_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(responses, "KEEP_ALIVE_SECONDS", 0.05)
     monkeypatch.setattr(generation_routes, "KEEP_ALIVE_SECONDS", 0.05)
-    with live_server(fake_engine_factory(FakeRunner(step_delay=0.3))) as slow:
-        raw = slow.post(COMPLETIONS, {"prompt": "a", "max_tokens": 2, "stream": True}).content
+    runner = FakeRunner()
+    body = {"prompt": [BOS, HANG], "max_tokens": 2, "stream": True}  # held up at its first token
+    with live_server(fake_engine_factory(runner)) as slow, slow.client.stream("POST", COMPLETIONS, json=body) as response:
+        parts = response.iter_raw()
+        raw = next(parts)
+        runner.released.set()
+        raw += b"".join(parts)
     assert raw.startswith(b": keep-alive\n\n")
     assert raw.count(b"data: {") == 3
     assert raw.endswith(b"data: [DONE]\n\n")
