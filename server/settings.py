@@ -165,8 +165,8 @@ class Settings:
     )
     cuda_graphs: bool = _switch(
         True,
-        "Replay steps that only decode as CUDA graphs, captured at the start, for up to 256 sequences (vLLM's --enforce-eager is "
-        "--no-cuda-graphs here).",
+        "Replay steps that only decode as CUDA graphs, captured at the start, for up to 256 sequences; not with "
+        "--tensor-parallel-size (vLLM's --enforce-eager is --no-cuda-graphs here).",
     )
     prefix_caching: bool = _switch(True, "Reuse the cache of earlier requests that began with the same tokens.")
     chat_template: Path | None = _setting(None, existing_file, "File with a Jinja chat template.", "FILE", shown="the model's")

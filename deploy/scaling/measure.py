@@ -12,7 +12,7 @@ from model.runner import ModelRunner
 from model.sampling_params import SamplingParams
 from server.engine.core import EngineCore
 from server.engine.kv_manager import KVCacheManager
-from server.engine.loaded import cache_budget
+from server.engine.loaded import cache_budget, captures_graphs
 from server.engine.request import GenerationSpec
 from server.engine.scheduler import SchedulerConfig
 from server.plan import effective_max_model_len
@@ -73,7 +73,7 @@ class Meter:
         )
         self.runner.allocate_cache(self.plan)
         self.runner.warm_up()
-        if settings.cuda_graphs:
+        if captures_graphs(settings):
             max_model_len = effective_max_model_len(config, self.plan, settings.max_model_len)
             self.runner.capture_graphs(padded_sizes(settings.max_num_seqs), max_model_len)
 

@@ -90,6 +90,11 @@ def _read(file: Path) -> str:
         raise ConfigError(f"--chat-template {file} is not readable text: {error}") from None
 
 
+def captures_graphs(settings: Settings) -> bool:
+    """Ranks that share a model would have to capture and replay together, which they do not: they run every step as it is."""
+    return settings.cuda_graphs and settings.tensor_parallel_size == 1
+
+
 def cache_budget(settings: Settings, runner: "ModelRunner") -> tuple[int, str]:
     """Bytes for the cache, and the setting that they come from: as was said, else what a CUDA device has left, else a share of
     the host's memory. To be called before there is a cache."""
@@ -102,7 +107,7 @@ def cache_budget(settings: Settings, runner: "ModelRunner") -> tuple[int, str]:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=min(settings.max_model_len or sys.maxsize, runner.config.max_position_embeddings),
-        cuda_graphs=settings.cuda_graphs,
+        cuda_graphs=captures_graphs(settings),
     )
     if profile is None:
         return default_kv_cache_memory(runner.free_memory()), "--kv-cache-memory"
@@ -194,7 +199,7 @@ def load_engine(
     runner.allocate_cache(plan)
     phases.enter("warmup")
     runner.warm_up()
-    if settings.cuda_graphs:
+    if captures_graphs(settings):
         runner.capture_graphs(padded_sizes(settings.max_num_seqs), max_model_len)
     phases.enter(None)
 

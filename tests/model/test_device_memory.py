@@ -15,7 +15,7 @@ from model.ops import select_ops
 from model.ops.reference import ReferenceOps
 from model.runner import ModelRunner
 from model.sequence_chunk import ChunkResult, SequenceChunk, StepMemoryError
-from server.engine.loaded import cache_budget
+from server.engine.loaded import cache_budget, captures_graphs
 from server.settings import Settings
 from tests.model.graphs import RerunDevice
 from tests.model.tiny_models import random_model
@@ -192,6 +192,13 @@ def test_where_the_budget_of_the_cache_comes_from(model: Gemma3, monkeypatch: py
             prefix_caching=True,
             setting="--gpu-memory-utilization",
         )
+
+
+def test_ranks_that_share_a_model_get_no_graphs() -> None:
+    assert captures_graphs(Settings())
+    assert not captures_graphs(Settings(cuda_graphs=False))
+    shared = cast(Settings, SimpleNamespace(cuda_graphs=True, tensor_parallel_size=2))
+    assert not captures_graphs(shared)
 
 
 @pytest.mark.gpu
