@@ -44,11 +44,15 @@ class CudaOps(ReferenceOps):
     def name(self) -> str:
         return "cuda (Triton)"
 
+    @property
+    def num_processors(self) -> int:
+        return self.traits.num_processors
+
     # -- linear layers ---------------------------------------------------------------------------------------------------------
 
     def logits(self, x: torch.Tensor, head: LinearWeight) -> torch.Tensor:
         assert isinstance(head, PlainWeight)
-        if x.is_cuda and x.dtype != torch.float32:
+        if x.is_cuda and x.dtype != torch.float32 and len(x):
             return torch.mm(x, head.tensor.t(), out_dtype=torch.float32)
         return super().logits(x, head)
 

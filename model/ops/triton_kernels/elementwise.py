@@ -4,10 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
-from model.ops.triton_kernels.common import rounded
+from model.ops.triton_kernels.common import INTERPRETED, rounded
 
 GEGLU_COLUMNS = 1024  # of one program
-ROPE_TOKENS = 8  # of one program at most; fewer where that leaves processors idle
+ROPE_TOKENS = 8  # of one program at most; fewer where there would not be so many programs per head:
+ROPE_PROGRAMS = 2 if INTERPRETED else 16
 
 
 @triton.jit
@@ -178,7 +179,7 @@ def qk_norm_rope_cache_write(
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     query = qkv.new_empty((num_tokens, num_heads, head_dim))
     if num_tokens:
-        tokens = min(ROPE_TOKENS, triton.next_power_of_2(triton.cdiv(num_tokens, 16)))
+        tokens = min(ROPE_TOKENS, triton.next_power_of_2(triton.cdiv(num_tokens, ROPE_PROGRAMS)))
         qk_norm_rope_kernel[(triton.cdiv(num_tokens, tokens), num_heads + 2 * num_kv_heads)](
             qkv.contiguous(),
             q_scale,

@@ -11,6 +11,7 @@ from model.ops.triton_kernels.common import INTERPRETED
 
 BLOCK = 4096  # logits of one program: 64 programs for a row of the whole vocabulary
 CHUNK = 256  # of them, counted at once: sixteen integers each are held in registers
+CHUNK_INTERPRETED = 65536  # the interpreter takes as long for a small tensor as for a large one
 NUM_PASSES = 8
 
 
@@ -92,7 +93,7 @@ def _search(rows: Rows, temperature: torch.Tensor, top_p: torch.Tensor, k: int |
             NUM_BLOCKS=rows.num_blocks,
             BLOCKS=rows.blocks,
             BLOCK=BLOCK,
-            CHUNK=BLOCK if INTERPRETED else CHUNK,
+            CHUNK=min(BLOCK, CHUNK_INTERPRETED) if INTERPRETED else CHUNK,
         )
     return states, bins
 

@@ -25,6 +25,7 @@ from model.ops.triton_kernels import elementwise, int8_linear, paged_attention, 
 
 # Bytes of shared memory that a program may have on the smallest card of the generation: consumer cards have less than an A100.
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
+PROCESSORS = 132
 TYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -171,7 +172,7 @@ def main() -> int:
     quick = parser.parse_args().quick
     faults: list[str] = []
     for capability in SHARED_MEMORY:
-        device = paged_attention.Device(num_processors=108, is_hopper=capability >= 90)
+        device = paged_attention.Device(num_processors=PROCESSORS, is_hopper=capability >= 90)
         for size in SIZES:
             for dtype in (torch.bfloat16, torch.float32):
                 if not quick or (size, capability, dtype) == ("270m", 80, torch.bfloat16):

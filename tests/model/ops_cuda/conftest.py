@@ -5,27 +5,39 @@ test module of this folder is.
 """
 
 import importlib.util
-import os
+from collections.abc import Iterator
 
 import pytest
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    if not HAS_TRITON or config.getoption("markexpr") == "gpu":
-        return
-    # It stays: triton reads it again whenever it imports more of itself. Processes started by tests that need it unset unset it.
-    os.environ["TRITON_INTERPRET"] = "1"
-    from tests.model.ops_cuda import interpreter
+def runs_on_device(config: pytest.Config) -> bool:
+    return config.getoption("markexpr") == "gpu"
 
-    interpreter.make_faster()
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not HAS_TRITON or runs_on_device(config):
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        from tests.model.ops_cuda import interpreter
+
+        interpreter.make_faster()
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton asks again whenever it imports more of itself. Servers that other tests start must not see it."""
+    if not runs_on_device(request.config):
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    yield
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With ``-m gpu`` every test here that the interpreter runs otherwise is one for the device."""
-    if config.getoption("markexpr") == "gpu":
+    if runs_on_device(config):
         for item in items:
             if "ops_cuda" in item.path.parts:
                 item.add_marker(pytest.mark.gpu)

@@ -11,6 +11,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
+import model.ops.cuda  # noqa: F401 - all kernels are made for the interpreter while it is asked for
 from model.ops.triton_kernels.common import INTERPRETED
 
 
