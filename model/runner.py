@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from tqdm import tqdm
 
-from model.batch import build_batch
+from model.batch import ForwardBatch, build_batch
 from model.config import Gemma3Config
 from model.cuda_graphs import CudaGraphDevice, DecodeGraphs, GraphDevice
 from model.device_memory import is_out_of_memory, remedy
@@ -192,7 +192,7 @@ class ModelRunner:
     def _run(self, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
         if not chunks:
             return []
-        first_rows, hidden = self._forward(chunks)
+        first_rows, hidden = self._run_network(chunks)
         results = [ChunkResult() for _ in chunks]
         self._pool(hidden, chunks, first_rows, results)
         self._score_prompts(hidden, chunks, first_rows, results)
@@ -202,18 +202,19 @@ class ModelRunner:
     @torch.inference_mode()
     def hidden_states(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
         """Final hidden states [n, h] of every token of the chunks, one chunk after the other; writes the cache like ``run``."""
-        return self._forward_eagerly(chunks)[1]
+        return self._forward(chunks)[1]
 
-    def _forward(self, chunks: Sequence[SequenceChunk]) -> tuple[Sequence[int], torch.Tensor]:
+    def _run_network(self, chunks: Sequence[SequenceChunk]) -> tuple[Sequence[int], torch.Tensor]:
         """(row of each chunk's first token and the total at the end, final hidden states [n, h] until the next step)."""
         if self._graphs is not None and self._graphs.accepts(chunks):
             return range(len(chunks) + 1), self._graphs.run(chunks)
-        return self._forward_eagerly(chunks)
+        batch, hidden = self._forward(chunks)
+        return batch.first_rows, hidden
 
-    def _forward_eagerly(self, chunks: Sequence[SequenceChunk]) -> tuple[Sequence[int], torch.Tensor]:
+    def _forward(self, chunks: Sequence[SequenceChunk]) -> tuple[ForwardBatch, torch.Tensor]:
         assert self.cache is not None, "allocate_cache() comes first"
         batch = build_batch(chunks, self.spec, self.ops.device)
-        return batch.first_rows, self.model(batch, self.cache)
+        return batch, self.model(batch, self.cache)
 
     def _pool(
         self, hidden: torch.Tensor, chunks: Sequence[SequenceChunk], first_rows: Sequence[int], results: list[ChunkResult]

@@ -138,7 +138,7 @@ class PairedRuns:
         hidden = []
         for side, harness in enumerate((self.graphed, self.eager)):
             chunks = [harness.chunk(pair[side], 1) for pair in self.pairs]
-            hidden.append(harness.runner._forward(chunks)[1].clone())
+            hidden.append(harness.runner._run_network(chunks)[1].clone())
             harness._advance([(pair[side], 1) for pair in self.pairs])
         tokens = harness.runner.model.logits(hidden[1]).argmax(-1).tolist()
         for pair, token in zip(self.pairs, tokens, strict=True):
