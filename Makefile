@@ -9,7 +9,8 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: run test lint format docs bench soak overload fuzz sanitize gpu-test gpu-compile prometheus-test nginx-test image-test router-test ray-test scaling-check clean
+.PHONY: run test lint format docs bench soak overload fuzz schema-test sanitize prometheus-test nginx-test image-test \
+  router-test ray-test scaling-check gpu-test gpu-compile clean
 
 run: .venv/demo.stamp
 	$(BIN)/gemserve serve --host 127.0.0.1 --port 8000 $(ARGS)
@@ -44,6 +45,10 @@ overload: .venv/test.stamp
 
 fuzz: .venv/test.stamp
 	$(BIN)/python -m tests.fuzz --requests 20000 $(ARGS)
+
+# Requests that schemathesis makes of /openapi.json, all of its phases; ARGS="--examples 1000 --path /tokenize" for more of one.
+schema-test: .venv/test.stamp
+	$(BIN)/python -m tests.schema --examples 100 $(ARGS)
 
 # Address and undefined-behaviour sanitizers over the tests of the C++ kernels; needs g++ with their runtimes.
 sanitize: .venv/test.stamp

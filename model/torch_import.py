@@ -45,7 +45,8 @@ def preload_libraries() -> threading.Thread | None:
     dlopen(bytes(folder / "libtorch_global_deps.so"), os.RTLD_NOW | os.RTLD_GLOBAL)
     # One call: between two, the thread would have to wait for the interpreter's lock.
     arguments = (bytes(folder / "libtorch_python.so"), os.RTLD_NOW | os.RTLD_LOCAL)
-    thread = threading.Thread(target=dlopen, args=arguments, name="gemserve-preload", daemon=True)
+    # Not a daemon: a start that fails would end the process while the linker still works, which crashes it.
+    thread = threading.Thread(target=dlopen, args=arguments, name="gemserve-preload", daemon=False)
     thread.start()
     return thread
 

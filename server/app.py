@@ -10,24 +10,16 @@ import contextlib
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.openapi.utils import get_openapi
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api import embeddings, generation_routes, info_routes, messages_routes, tokenize_routes
-from server.api.chat_schemas import ChatCompletionRequest
-from server.api.embeddings import EmbeddingRequest
+from server.api import decisions, docs_routes, embeddings, generation_routes, info_routes, messages_routes, tokenize_routes
 from server.api.error_answers import error_answer
-from server.api.messages_schemas import CountTokensRequest, MessagesRequest
-from server.api.request_schemas import CompletionRequest
-from server.api.response_request import ResponseItem, ResponseRequest
-from server.api.tokenize_schemas import DetokenizeRequest, TokenizeRequest
+from server.api.openapi import openapi_document
 from server.api_keys import api_keys
 from server.engine.loaded import LoadedEngine, load_engine
 from server.engine.memory_readings import MemoryReadings
@@ -36,7 +28,7 @@ from server.engine_metrics import EngineCollector
 from server.errors import ApiError, ClientDisconnectedError, invalid_request, method_not_supported, unknown_url
 from server.host_check import HostMiddleware
 from server.metrics import Metrics
-from server.middleware import CLIENT_CLOSED_REQUEST, ApiKeyMiddleware, RequestContextMiddleware
+from server.middleware import CLIENT_CLOSED_REQUEST, ApiKeyMiddleware, Refusals, RequestContextMiddleware
 from server.settings import Settings
 from server.state import ServerState
 from server.stats_log import log_stats
@@ -49,18 +41,6 @@ logger = logging.getLogger("gemserve.app")
 
 # Loads what the settings name; the second argument is told the name of each phase as it begins.
 EngineFactory = Callable[[Settings, Callable[[str], None]], LoadedEngine]
-# Read by hand, so their schemas are added to the description by hand.
-BODIES = (
-    CompletionRequest,
-    ChatCompletionRequest,
-    ResponseRequest,
-    ResponseItem,
-    MessagesRequest,
-    CountTokensRequest,
-    EmbeddingRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-)
 LAST_TRACES_SECONDS = 5.0
 
 
@@ -100,7 +80,7 @@ def create_app(
         version=__version__,
         lifespan=lifespan,
         redirect_slashes=False,
-        docs_url=None,  # their pages load scripts from elsewhere
+        docs_url=None,  # its page loads scripts from elsewhere; docs_routes has one that does not
         redoc_url=None,
         # The framework would otherwise send traces, metrics and logs of its own wherever the variables of OpenTelemetry point to.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
@@ -110,18 +90,21 @@ def create_app(
     app.include_router(generation_routes.create_router())
     app.include_router(messages_routes.create_router())
     app.include_router(embeddings.create_router())
+    app.include_router(decisions.create_router())
     app.include_router(info_routes.create_router(serves_metrics=settings.metrics_port is None))
     app.include_router(tokenize_routes.create_router())
+    app.include_router(docs_routes.create_router())
     # The last one added is the outermost.
-    app.add_middleware(ApiKeyMiddleware, keys=api_keys(settings), metrics=metrics)
-    app.add_middleware(HostMiddleware, host=settings.host, allowed_hosts=settings.allowed_hosts, metrics=metrics)
+    refusals = Refusals(metrics, state.tracer)
+    app.add_middleware(ApiKeyMiddleware, keys=api_keys(settings), refusals=refusals)
+    app.add_middleware(HostMiddleware, host=settings.host, allowed_hosts=settings.allowed_hosts, refusals=refusals)
     app.add_middleware(RequestContextMiddleware, metrics=metrics)
     app.add_middleware(UnreadBodyMiddleware, read_timeout=settings.read_timeout)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(ClientDisconnectedError, _on_disconnect)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    app.openapi = lambda: openapi_document(app, settings)  # type: ignore[method-assign]
     return app
 
 
@@ -217,22 +200,3 @@ async def _on_validation_error(request: Request, error: Exception) -> Response:
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    if app.openapi_schema is None:
-        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        models = models_json_schema(
-            [(body, "validation") for body in BODIES],
-            ref_template="#/components/schemas/{model}",
-        )
-        schemas = schema["components"]["schemas"]
-        schemas.update(models[1]["$defs"])
-        # The framework describes an answer of its own to wrong parameters; this server never gives it.
-        for operations in schema["paths"].values():
-            for operation in operations.values():
-                operation["responses"].pop("422", None)
-        for name in ("HTTPValidationError", "ValidationError"):
-            schemas.pop(name, None)
-        app.openapi_schema = schema
-    return app.openapi_schema

@@ -144,6 +144,12 @@ def too_many_connections() -> ApiError:
     )
 
 
+def compiler_busy() -> ApiError:
+    return _unavailable(
+        "Too many constraints and schemas wait to be compiled. Try again in a few seconds.", "compiler_busy", "queue_full"
+    )
+
+
 def model_not_ready(message: str) -> ApiError:
     return _unavailable(message, "model_not_ready", "not_ready")
 

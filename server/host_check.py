@@ -6,10 +6,9 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.api.error_answers import error_answer
+from server.api.responses import error_response
 from server.errors import host_not_allowed
-from server.metrics import ENDPOINTS, Metrics
-from server.middleware import header_values
+from server.middleware import Refusals, header_values
 
 
 def is_loopback(host: str) -> bool:
@@ -31,13 +30,13 @@ def host_of(header: str) -> str:
 
 
 class HostMiddleware:
-    """``host``: the address that the server is bound to."""
+    """``host``: the address that the server is bound to. Without ``refusals`` what is refused is answered and no more."""
 
-    def __init__(self, app: ASGIApp, host: str, allowed_hosts: Iterable[str], metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, host: str, allowed_hosts: Iterable[str], refusals: Refusals | None) -> None:
         self._app = app
         self._checks = is_loopback(host.lower())
         self._allowed = frozenset(host_of(name) for name in allowed_hosts)
-        self._metrics = metrics
+        self._refusals = refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not self._checks:
@@ -48,10 +47,11 @@ class HostMiddleware:
         if not refused:
             await self._app(scope, receive, send)
             return
-        endpoint = ENDPOINTS.get(scope["path"])
-        if endpoint is not None and scope["method"] == "POST":
-            self._metrics.observe_rejection(endpoint, "unauthorized")
-        await error_answer(scope, host_not_allowed(refused[0].decode("latin-1")))(scope, receive, send)
+        error = host_not_allowed(refused[0].decode("latin-1"))
+        if self._refusals is None:
+            await error_response(error)(scope, receive, send)
+        else:
+            await self._refusals.answer(error, scope, receive, send)
 
     def _is_allowed(self, header: str) -> bool:
         host = host_of(header)

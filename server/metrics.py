@@ -37,6 +37,7 @@ ENDPOINTS: Final = {
     "/v1/responses": "responses",
     "/v1/messages": "messages",
     "/v1/embeddings": "embeddings",
+    "/v1/decisions": "decisions",
 }
 ROUTES: Final = (
     *ENDPOINTS,
@@ -49,6 +50,7 @@ ROUTES: Final = (
     "/metrics",
     "/version",
     "/openapi.json",
+    "/docs",
     "/tokenizer_info",
     "/tokenize",
     "/detokenize",

@@ -31,7 +31,7 @@ class MetricsListener:
 
     def __init__(self, listener: socket.socket, settings: Settings, metrics: Metrics) -> None:
         self._listener = listener
-        app = HostMiddleware(_metrics_app(metrics), settings.host, settings.allowed_hosts, metrics)
+        app = HostMiddleware(_metrics_app(metrics), settings.host, settings.allowed_hosts, refusals=None)
         config = uvicorn.Config(
             app,
             log_config=None,

@@ -12,8 +12,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.context import REQUEST_ID_KEY, RequestId
 from server.api.error_answers import error_answer, is_messages_path
-from server.errors import ClientDisconnectedError, internal_error, unauthorized
+from server.errors import ApiError, ClientDisconnectedError, internal_error, unauthorized
 from server.metrics import ENDPOINTS, Metrics, route_template
+from server.request_metrics import RequestRecord
+from server.tracing import PROPAGATION_HEADERS, RequestTracer
 
 logger = logging.getLogger("gemserve.http")
 
@@ -30,6 +32,25 @@ def is_sound_request_id(given: str) -> bool:
 
 def header_values(scope: Scope, name: bytes) -> list[bytes]:
     return [value for key, value in scope["headers"] if key.lower() == name]
+
+
+class Refusals:
+    """What a middleware does with a request that must not reach its route: it is counted and traced like any other that is
+    rejected, and answered."""
+
+    def __init__(self, metrics: Metrics, tracer: RequestTracer | None = None) -> None:
+        self._metrics = metrics
+        self._tracer = tracer
+
+    async def answer(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = ENDPOINTS.get(scope["path"])
+        if endpoint is not None and scope["method"] == "POST":
+            assert error.rejection is not None
+            headers = {name: header_values(scope, name.encode()) for name in PROPAGATION_HEADERS}
+            carrier = {name: values[0].decode("latin-1") for name, values in headers.items() if values}
+            record = RequestRecord(self._metrics, endpoint, None, scope[REQUEST_ID_KEY].value, self._tracer, carrier)
+            record.reject(error.rejection)
+        await error_answer(scope, error)(scope, receive, send)
 
 
 class RequestContextMiddleware:
@@ -80,10 +101,10 @@ class ApiKeyMiddleware:
     """Lets a request with one of the keys pass, as Bearer token or in the header X-Api-Key; without keys every request. Only the
     probes are open. Keys are compared as digests in constant time."""
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str], metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, keys: Iterable[str], refusals: Refusals) -> None:
         self._app = app
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-        self._metrics = metrics
+        self._refusals = refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not self._digests or scope["path"] in OPEN_PATHS:
@@ -94,10 +115,7 @@ class ApiKeyMiddleware:
         if len(bearers) <= 1 and len(plain) <= 1 and any([self._is_bearer_known(bearers), self._is_known(plain)]):
             await self._app(scope, receive, send)
             return
-        endpoint = ENDPOINTS.get(scope["path"])
-        if endpoint is not None and scope["method"] == "POST":
-            self._metrics.observe_rejection(endpoint, "unauthorized")
-        await error_answer(scope, unauthorized(presented=bool(values)))(scope, receive, send)
+        await self._refusals.answer(unauthorized(presented=bool(values)), scope, receive, send)
 
     def _is_bearer_known(self, values: Sequence[bytes]) -> bool:
         parts = [value.partition(b" ") for value in values]

@@ -115,13 +115,14 @@ class PhaseTimes:
 
 class RequestRecord:
     """``response_id`` stands in the body, ``request_id`` in the header; they differ where the client chose the latter.
-    ``carrier``: the headers that tell which trace the request belongs to."""
+    ``response_id`` is None where a request was refused before it got one. ``carrier``: the headers that tell which trace the
+    request belongs to."""
 
     def __init__(
         self,
         metrics: Metrics,
         endpoint: str,
-        response_id: str,
+        response_id: str | None,
         request_id: str,
         tracer: RequestTracer | None = None,
         carrier: Mapping[str, str] | None = None,
@@ -228,12 +229,13 @@ class RequestRecord:
         attributes: dict[str, Attribute] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "gemserve",
-            "gen_ai.response.id": self._response_id,
             "gemserve.request_id": self._request_id,
             "gen_ai.usage.input_tokens": self.num_prompt_tokens,
             "gen_ai.usage.output_tokens": self.num_generated_tokens,
             **self._attributes,
         }
+        if self._response_id is not None:
+            attributes["gen_ai.response.id"] = self._response_id
         if self.finish_reasons:
             attributes["gen_ai.response.finish_reasons"] = [reason for _, reason in sorted(self.finish_reasons.items())]
         name = f"{operation} {attributes.get('gen_ai.request.model', '')}".rstrip()

@@ -85,14 +85,17 @@ def hidden_state(token_id: int) -> npt.NDArray[np.float64]:
     return np.array([token_id, token_id**2, 1, _hash(token_id) % 1000], dtype=np.float64)
 
 
-def token_logprobs(prefix: Sequence[int], token_id: int, num_top: int) -> TokenLogprobs:
+def token_logprobs(prefix: Sequence[int], token_id: int, num_top: int, labels: Sequence[int] | None = None) -> TokenLogprobs:
     best = greedy_token(prefix)
 
     def logprob(token: int) -> float:
         return -0.25 if token == best else -1.0 - token / 64
 
     top = [best, *(token for token in range(FIRST_TEXT, FIRST_TEXT + num_top + 1) if token != best)][:num_top]
-    return TokenLogprobs(token_id, logprob(token_id), [(token, logprob(token)) for token in top])
+    if labels is not None:
+        return TokenLogprobs(token_id, logprob(token_id), [(token, logprob(token)) for token in labels])
+    rank = 1 if token_id == best else token_id + 1 + (best > token_id)
+    return TokenLogprobs(token_id, logprob(token_id), [(token, logprob(token)) for token in top], rank)
 
 
 @dataclass
@@ -146,7 +149,8 @@ class FakeRunner:
                 token = allowed[_hash(chunk.sampling.seed, chunk.sampling.choice, num_output) % len(allowed)]
         result.token_ids = [token]
         if chunk.sampling.logprobs is not None:
-            result.logprobs = [token_logprobs(tokens, token, chunk.sampling.logprobs)]
+            labels = chunk.sampling.logprob_token_ids
+            result.logprobs = [token_logprobs(tokens, token, chunk.sampling.logprobs, labels)]
         return result
 
     def _sample(self, tokens: Sequence[int], num_output: int, sampling: SamplingParams) -> int:

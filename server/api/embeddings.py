@@ -16,14 +16,14 @@ from starlette.responses import Response
 
 from model.sampling_params import SamplingParams
 from server.admission import Ticket
+from server.api.description import answers, request_body
 from server.api.generation import GenerationRun
 from server.api.generation_plan import GenerationPlan, PromptPlan
 from server.api.generation_routes import GenerationEndpoint
 from server.api.priority import checked_priority
 from server.api.prompts import encode_prompt, in_thread, prompt_list
-from server.api.request_schemas import PROMPT_JSON_SCHEMA, GenerationBody, Truncation, check_prompts
-from server.api.response_schemas import EmbeddingsResponse, ErrorResponse
-from server.api.validation import request_body
+from server.api.request_schemas import GenerationBody, Truncation, check_prompts, prompt_schema
+from server.api.response_schemas import EmbeddingsResponse
 from server.api.wire_values import ResponseHead, encode_json
 from server.engine.loaded import LoadedEngine
 from server.errors import context_length_exceeded, invalid_request, model_not_found, unsupported_parameter
@@ -40,7 +40,7 @@ def _check_input(value: object) -> object:
 
 
 class EmbeddingRequest(GenerationBody):
-    input: Annotated[Any, BeforeValidator(_check_input), PROMPT_JSON_SCHEMA] = Field(
+    input: Annotated[Any, BeforeValidator(_check_input), prompt_schema(MAX_INPUTS, min_length=1)] = Field(
         description="Text gets one beginning-of-sequence token; token ids are used as they are."
     )
     encoding_format: Literal["float", "base64"] | None = Field(None, description="base64: of float32, little-endian.")
@@ -137,14 +137,11 @@ class _EmbeddingsEndpoint(GenerationEndpoint[EmbeddingRequest]):
 def create_router() -> APIRouter:
     router = APIRouter()
     embeddings = _EmbeddingsEndpoint()
-    errors: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorResponse} for status in (400, 401, 403, 404, 408, 413, 429, 500, 503)
-    }
 
     @router.post(
         "/v1/embeddings",
-        responses={200: {"model": EmbeddingsResponse}, **errors},
-        openapi_extra=request_body("EmbeddingRequest"),
+        responses=answers(EmbeddingsResponse, takes_body=True, computes=True),
+        openapi_extra=request_body("EmbeddingRequest", computes=True),
         summary="The meaning of texts as vectors",
     )
     async def create_embeddings(request: Request) -> Response:

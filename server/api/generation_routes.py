@@ -6,7 +6,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import anyio
 from fastapi import APIRouter
@@ -18,6 +18,7 @@ from server.api.chat_schemas import ChatCompletionRequest
 from server.api.choice_answer import ChoiceAnswer, StreamUsage
 from server.api.context import request_id_of, state_of
 from server.api.deadline import Deadline, header_timeout
+from server.api.description import answers, event_stream, request_body
 from server.api.generation import ChoiceEvent, GenerationRun
 from server.api.generation_plan import GenerationPlan
 from server.api.preparation import prepare_chat, prepare_completion, prepare_response
@@ -26,8 +27,9 @@ from server.api.response_answer import ResponseAnswer
 from server.api.response_request import ResponseRequest
 from server.api.response_schemas import ChatCompletionResponse, CompletionResponse, ErrorResponse, ResponseObject
 from server.api.responses import KEEP_ALIVE_SECONDS, Answer, EventStreamResponse, collected_response
+from server.api.stream_schemas import RESPONSE_EVENTS, ChatCompletionChunk, CompletionChunk
 from server.api.trace_attributes import trace_attributes
-from server.api.validation import parse_request, read_json_object, request_body
+from server.api.validation import parse_request, read_json_object
 from server.api.wire_forms import ChatForm, CompletionForm
 from server.api.wire_values import ResponseHead
 from server.engine.loaded import LoadedEngine
@@ -39,10 +41,6 @@ from server.tracing import PROPAGATION_HEADERS
 Body = TypeVar("Body", bound=GenerationBody)
 Prepare = Callable[[ServerState, LoadedEngine, Body, str, Ticket], Awaitable[GenerationPlan]]
 MakeAnswer = Callable[[ServerState, LoadedEngine, GenerationPlan, Body, ResponseHead], Answer]
-
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse} for status in (400, 401, 403, 404, 408, 413, 429, 500, 503)
-}
 
 
 class GenerationEndpoint(ABC, Generic[Body]):
@@ -206,8 +204,13 @@ def create_router() -> APIRouter:
 
     @router.post(
         "/v1/completions",
-        responses={200: {"model": CompletionResponse}, **_ERRORS},
-        openapi_extra=request_body("CompletionRequest"),
+        responses=answers(
+            CompletionResponse,
+            takes_body=True,
+            computes=True,
+            events=event_stream(CompletionChunk, ErrorResponse, ends_with="[DONE]"),
+        ),
+        openapi_extra=request_body("CompletionRequest", computes=True),
         summary="Continue a prompt",
     )
     async def create_completion(request: Request) -> Response:
@@ -215,8 +218,13 @@ def create_router() -> APIRouter:
 
     @router.post(
         "/v1/chat/completions",
-        responses={200: {"model": ChatCompletionResponse}, **_ERRORS},
-        openapi_extra=request_body("ChatCompletionRequest"),
+        responses=answers(
+            ChatCompletionResponse,
+            takes_body=True,
+            computes=True,
+            events=event_stream(ChatCompletionChunk, ErrorResponse, ends_with="[DONE]"),
+        ),
+        openapi_extra=request_body("ChatCompletionRequest", computes=True),
         summary="Answer a chat",
     )
     async def create_chat_completion(request: Request) -> Response:
@@ -224,8 +232,8 @@ def create_router() -> APIRouter:
 
     @router.post(
         "/v1/responses",
-        responses={200: {"model": ResponseObject}, **_ERRORS},
-        openapi_extra=request_body("ResponseRequest"),
+        responses=answers(ResponseObject, takes_body=True, computes=True, events=event_stream(*RESPONSE_EVENTS, named=True)),
+        openapi_extra=request_body("ResponseRequest", computes=True),
         summary="Answer a chat, as typed items",
     )
     async def create_response(request: Request) -> Response:

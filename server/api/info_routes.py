@@ -7,14 +7,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.context import state_of
-from server.api.response_schemas import ErrorResponse, HealthResponse, ModelCard, ModelList, VersionResponse
+from server.api.description import answers
+from server.api.response_schemas import HealthResponse, ModelCard, ModelList, VersionResponse
 from server.api.responses import JsonResponse
 from server.errors import RETRY_AFTER_SECONDS, model_not_found
 from server.metrics_listener import metrics_response
 from server.state import ServerState
 from server.version import __version__
 
-_NOT_READY: dict[int | str, dict[str, Any]] = {503: {"model": ErrorResponse}}
+_HEALTH = answers(HealthResponse, is_open=True, unavailable=HealthResponse)
 
 
 def model_card(state: ServerState, name: str) -> dict[str, Any]:
@@ -48,41 +49,41 @@ def create_router(*, serves_metrics: bool = True) -> APIRouter:
     """``serves_metrics``: false where /metrics has a listener of its own."""
     router = APIRouter()
 
-    @router.get("/v1/models", responses={200: {"model": ModelList}, **_NOT_READY})
+    @router.get("/v1/models", responses=answers(ModelList))
     async def list_models(request: Request) -> Response:
         state = state_of(request)
         names = state.require_loaded().model_names
         return JsonResponse({"object": "list", "data": [model_card(state, name) for name in names]})
 
-    @router.get("/v1/models/{model_id:path}", responses={200: {"model": ModelCard}, 404: {"model": ErrorResponse}, **_NOT_READY})
+    @router.get("/v1/models/{model_id:path}", responses=answers(ModelCard, knows_models=True))
     async def show_model(request: Request, model_id: str) -> Response:
         state = state_of(request)
         if model_id not in state.require_loaded().model_names:
             raise model_not_found(model_id)
         return JsonResponse(model_card(state, model_id))
 
-    @router.get("/health", responses={200: {"model": HealthResponse}, 503: {"model": HealthResponse}})
+    @router.get("/health", responses=_HEALTH)
     async def health(request: Request) -> Response:
         """200 when requests are served."""
         return _health(state_of(request), alive=False)
 
-    @router.get("/health/ready", responses={200: {"model": HealthResponse}, 503: {"model": HealthResponse}})
+    @router.get("/health/ready", responses=_HEALTH)
     async def ready(request: Request) -> Response:
         """The same as /health."""
         return _health(state_of(request), alive=False)
 
-    @router.get("/health/live", responses={200: {"model": HealthResponse}, 503: {"model": HealthResponse}})
+    @router.get("/health/live", responses=_HEALTH)
     async def live(request: Request) -> Response:
         """200 unless the engine has died: loading and draining are no reason to restart the process."""
         return _health(state_of(request), alive=True)
 
     if serves_metrics:
 
-        @router.get("/metrics")
+        @router.get("/metrics", response_class=Response, responses=answers(None))
         async def metrics(request: Request) -> Response:
             return await metrics_response(state_of(request).metrics)
 
-    @router.get("/version", responses={200: {"model": VersionResponse}})
+    @router.get("/version", responses=answers(VersionResponse))
     async def version(request: Request) -> Response:
         return JsonResponse({"name": "gemserve", "version": __version__})
 

@@ -7,36 +7,41 @@ from typing import Any
 from server.admission import Ticket
 from server.api.chat_schemas import ChatCompletionRequest
 from server.api.generation_plan import GenerationPlan
-from server.api.messages_schemas import CountTokensRequest, MessagesRequest, TextBlock
+from server.api.messages_input import chat_messages
+from server.api.messages_schemas import CountTokensRequest, MessagesRequest, MessagesToolChoice
 from server.api.preparation import prepare_chat
-from server.api.prompts import chat_conversation, encode_chat
+from server.api.prompts import chat_conversation, chat_functions, encode_chat
+from server.api.tools import check_schemas, tool_use
 from server.engine.loaded import LoadedEngine
 from server.errors import ApiError, invalid_request, model_not_found, unsupported_parameter
 from server.state import ServerState
 
-_SCHEMA_FIELDS = ("response_format.json_schema.schema", "output_config.format.schema")
+# What a chat calls it, and what it is called here.
+_FIELDS = (
+    ("response_format.json_schema.schema", "output_config.format.schema"),
+    ("function.parameters", "input_schema"),
+    ("function.name", "name"),
+)
 
 
 async def prepare_messages(
     state: ServerState, loaded: LoadedEngine, body: MessagesRequest, response_id: str, ticket: Ticket
 ) -> GenerationPlan:
     _check(state, body)
-    chat = ChatCompletionRequest.model_validate(
-        {
-            "model": body.model,
-            "messages": _chat_messages(body),
-            "max_tokens": body.max_tokens,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "top_k": body.top_k,
-            "seed": body.seed,
-            "priority": body.priority,
-            "continue_final_message": _continues(body) or None,
-            "response_format": _response_format(body),
-        }
+    chat, names = _chat(
+        body,
+        model=body.model,
+        max_tokens=body.max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        seed=body.seed,
+        priority=body.priority,
+        continue_final_message=_continues(body) or None,
+        response_format=_response_format(body),
     )
     try:
-        plan = await prepare_chat(state, loaded, chat, response_id, ticket)
+        plan = await prepare_chat(state, loaded, chat, response_id, ticket, names)
     except ApiError as error:
         raise _renamed(error) from None
     return replace(plan, stop=tuple(body.stop_sequences or ()))
@@ -47,12 +52,18 @@ async def count_tokens(state: ServerState, loaded: LoadedEngine, body: CountToke
     _check(state, body)
     if body.model is not None and body.model not in loaded.model_names:
         raise model_not_found(body.model)
-    messages = ChatCompletionRequest.model_validate({"messages": _chat_messages(body)}).messages
+    chat, names = _chat(body)
+    try:
+        use = tool_use(chat_functions(chat.tools), chat.tool_choice, chat.parallel_tool_calls)
+        if use is not None:
+            await check_schemas(loaded, use.functions)
+    except ApiError as error:
+        raise _renamed(error) from None
     continues = _continues(body)
     token_ids = await encode_chat(
         state,
         loaded.tokenizer,
-        chat_conversation(messages),
+        chat_conversation(chat.messages, () if use is None else use.shown, names),
         add_generation_prompt=not continues,
         continue_final_message=continues,
     )
@@ -60,12 +71,12 @@ async def count_tokens(state: ServerState, loaded: LoadedEngine, body: CountToke
 
 
 def _check(state: ServerState, body: CountTokensRequest) -> None:
-    if body.tools:
-        raise unsupported_parameter("tools", "Use tools with /v1/chat/completions, or leave them out.")
-    if body.tool_choice is not None and body.tool_choice.get("type") != "none":
-        raise unsupported_parameter("tool_choice", "Use tools with /v1/chat/completions, or leave it out.")
     if body.thinking is not None and body.thinking.type not in ("disabled", "adaptive"):
         raise unsupported_parameter("thinking", 'The model does not think before it answers. Set it to {"type": "disabled"}.')
+    choice = body.tool_choice
+    if choice is not None and choice.type == "tool" and choice.name is None:
+        param = "tool_choice.name"
+        raise invalid_request(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
     _check_roles(body, strict=state.settings.strict_roles)
 
 
@@ -88,13 +99,31 @@ def _wrong_role(index: int, reason: str) -> ApiError:
     return invalid_request(f"Invalid value for '{param}': {reason}.", param=param, code="invalid_value")
 
 
-def _chat_messages(body: CountTokensRequest) -> list[Any]:
-    messages = [] if body.system is None else [_message("system", body.system)]
-    return messages + [_message(message.role, message.content) for message in body.messages]
+def _chat(body: CountTokensRequest, **fields: Any) -> tuple[ChatCompletionRequest, list[str]]:
+    """The same request in the words of chat completions, and the fields that its messages come from."""
+    messages, names = chat_messages(body)
+    tools = [_chat_tool(tool.name, tool.description, tool.input_schema) for tool in body.tools or ()]
+    choice = body.tool_choice
+    chat = ChatCompletionRequest.model_validate(
+        {
+            "messages": messages,
+            "tools": tools or None,
+            "tool_choice": None if choice is None else _chat_choice(choice),
+            "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
+            **fields,
+        }
+    )
+    return chat, names
 
 
-def _message(role: str, blocks: list[TextBlock]) -> dict[str, Any]:
-    return {"role": role, "content": [{"type": "text", "text": block.text} for block in blocks]}
+def _chat_tool(name: str, description: str | None, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+def _chat_choice(choice: MessagesToolChoice) -> Any:
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type
 
 
 def _continues(body: CountTokensRequest) -> bool:
@@ -109,7 +138,9 @@ def _response_format(body: MessagesRequest) -> Any:
 
 def _renamed(error: ApiError) -> ApiError:
     """The error, if it names a field of chats that has another name here, under that name."""
-    theirs, ours = _SCHEMA_FIELDS
-    if error.param == theirs:
-        error.message, error.param = error.message.replace(theirs, ours), ours
+    param = error.param
+    if param is not None:
+        for theirs, ours in _FIELDS:
+            param = param.replace(theirs, ours)
+        error.message, error.param = error.message.replace(error.param or "", param), param
     return error

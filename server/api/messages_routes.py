@@ -1,28 +1,24 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API. A message is answered as the chat that it is; only
 the body and the answer differ."""
 
-from typing import Any
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.context import state_of
+from server.api.description import answers, event_stream, request_body
 from server.api.generation_plan import GenerationPlan
 from server.api.generation_routes import AnsweringEndpoint
+from server.api.messages_answer_schemas import CountTokensResponse, MessageResponse
 from server.api.messages_preparation import count_tokens, prepare_messages
 from server.api.messages_responses import MessageAnswer
 from server.api.messages_schemas import CountTokensRequest, MessagesRequest
-from server.api.response_schemas import CountTokensResponse, MessageResponse, MessagesErrorResponse
 from server.api.responses import Answer, JsonResponse
-from server.api.validation import parse_request, read_json_object, request_body
+from server.api.stream_schemas import MESSAGE_EVENTS
+from server.api.validation import parse_request, read_json_object
 from server.api.wire_values import ResponseHead
 from server.engine.loaded import LoadedEngine
 from server.state import ServerState
-
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": MessagesErrorResponse} for status in (400, 401, 403, 404, 408, 413, 429, 500, 503)
-}
 
 
 def _answer(state: ServerState, loaded: LoadedEngine, plan: GenerationPlan, body: MessagesRequest, head: ResponseHead) -> Answer:
@@ -35,8 +31,14 @@ def create_router() -> APIRouter:
 
     @router.post(
         "/v1/messages",
-        responses={200: {"model": MessageResponse}, **_ERRORS},
-        openapi_extra=request_body("MessagesRequest"),
+        responses=answers(
+            MessageResponse,
+            takes_body=True,
+            computes=True,
+            is_anthropic=True,
+            events=event_stream(*MESSAGE_EVENTS, named=True),
+        ),
+        openapi_extra=request_body("MessagesRequest", computes=True),
         summary="Answer a chat, in Anthropic's form",
     )
     async def create_message(request: Request) -> Response:
@@ -44,7 +46,7 @@ def create_router() -> APIRouter:
 
     @router.post(
         "/v1/messages/count_tokens",
-        responses={200: {"model": CountTokensResponse}, **_ERRORS},
+        responses=answers(CountTokensResponse, takes_body=True, is_anthropic=True),
         openapi_extra=request_body("CountTokensRequest"),
         summary="The length of a message's prompt",
     )

@@ -3,29 +3,24 @@ the other generation endpoints. What a request means is decided in ``messages_pr
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from server.api.chat_schemas import MAX_MESSAGES
 from server.api.request_schemas import MAX_INT, MAX_STOP_CHARACTERS, GenerationBody, Text, TokenCount
 from server.api.structured_schemas import SchemaField
-from server.api.wire_values import WireModel, wrong_type
+from server.api.tool_schemas import MAX_DESCRIPTION_CHARACTERS, MAX_TOOLS, FunctionName
+from server.api.wire_values import JsonObject, WireModel, check_text, wrong_type
 
 MAX_STOP_SEQUENCES = 16
 
-_USE_CHAT = "tools are offered by /v1/chat/completions"
-_ELSEWHERE = {"tool_use": _USE_CHAT, "tool_result": _USE_CHAT}
+_KINDS = ("text", "tool_use", "tool_result")
+BlockId = Annotated[str, Field(min_length=1, max_length=512)]
+CacheControl = Annotated[dict[str, Any], Field(description="Accepted; common beginnings are cached anyway.")]
 
 
-class TextBlock(WireModel):
-    type: Literal["text"]
-    text: Text
-    cache_control: dict[str, Any] | None = Field(None, description="Accepted; common beginnings are cached anyway.")
-    citations: Annotated[list[Any], Field(max_length=0)] | None = None
-
-
-def _check_blocks(value: object) -> object:
-    """Text becomes one block. Names the block that is not text; a model of text takes no other."""
+def _check_blocks(value: object, kinds: tuple[str, ...]) -> object:
+    """Text becomes one block. Names the block that is not here."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if not isinstance(value, list):
@@ -36,30 +31,113 @@ def _check_blocks(value: object) -> object:
         kind = block.get("type") if isinstance(block, dict) else None
         if not isinstance(kind, str):
             raise wrong_type("expected content blocks such as {'type': 'text', 'text': '…'}")
-        if kind != "text":
+        if kind not in kinds:
             raise PydanticCustomError(
                 "unsupported_value",
-                "content blocks of type {kind} are not supported: {reason}",
-                {"kind": repr(kind[:40]), "reason": _ELSEWHERE.get(kind, "this server takes text")},
+                "content blocks of type {kind} are not supported here: this server takes {kinds}",
+                {"kind": repr(kind[:40]), "kinds": " and ".join(kinds)},
             )
     return value
 
 
-_BLOCK_SCHEMA = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-Blocks = Annotated[
-    list[TextBlock],
-    BeforeValidator(_check_blocks),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _BLOCK_SCHEMA, "minItems": 1}]}),
+def _check_text_blocks(value: object) -> object:
+    return _check_blocks(value, ("text",))
+
+
+def _check_any_blocks(value: object) -> object:
+    return _check_blocks(value, _KINDS)
+
+
+def _block_schema(kind: str, required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
+    fields = {"type": {"const": kind}, **properties}
+    return {"type": "object", "properties": fields, "required": ["type", *required]}
+
+
+def _blocks_schema(*blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": list(blocks)}, "minItems": 1}]}
+
+
+_ID_SCHEMA = {"type": "string", "minLength": 1, "maxLength": 512}
+_TEXT_SCHEMA = _block_schema("text", ("text",), text={"type": "string"})
+_CALL_SCHEMA = _block_schema("tool_use", ("id", "name", "input"), id=_ID_SCHEMA, name=_ID_SCHEMA, input={"type": "object"})
+_RESULT_SCHEMA = _block_schema(
+    "tool_result",
+    ("tool_use_id",),
+    tool_use_id=_ID_SCHEMA,
+    content={"anyOf": [*_blocks_schema(_TEXT_SCHEMA)["anyOf"], {"type": "array", "maxItems": 0}, {"type": "null"}]},
+    is_error={"type": ["boolean", "null"]},
+)
+
+
+class TextBlock(WireModel):
+    type: Literal["text"]
+    text: Text
+    cache_control: CacheControl | None = None
+    citations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+def _check_result(value: object) -> object:
+    """The result of a call may be empty."""
+    return value if value == [] else _check_text_blocks(value)
+
+
+class ContentBlock(WireModel):
+    """One of three kinds. Which fields a kind needs is checked where it is read."""
+
+    type: Literal["text", "tool_use", "tool_result"]
+    text: Text | None = None
+    citations: Annotated[list[Any], Field(max_length=0)] | None = None
+    # Of a call.
+    id: Annotated[BlockId, AfterValidator(check_text)] | None = None
+    name: Annotated[BlockId, AfterValidator(check_text)] | None = None
+    input: JsonObject | None = None
+    # Of the result of one.
+    tool_use_id: Annotated[BlockId, AfterValidator(check_text)] | None = None
+    content: Annotated[list[TextBlock], BeforeValidator(_check_result)] | None = None
+    is_error: bool | None = None
+    # Accepted; the client's side of tools has no more to say.
+    cache_control: CacheControl | None = None
+    caller: dict[str, Any] | None = None
+    toolset_name: None = None
+
+
+Blocks = Annotated[list[TextBlock], BeforeValidator(_check_text_blocks), WithJsonSchema(_blocks_schema(_TEXT_SCHEMA))]
+AnyBlocks = Annotated[
+    list[ContentBlock],
+    BeforeValidator(_check_any_blocks),
+    Field(max_length=MAX_MESSAGES),
+    WithJsonSchema(_blocks_schema(_TEXT_SCHEMA, _CALL_SCHEMA, _RESULT_SCHEMA)),
 ]
 
 
 class InputMessage(WireModel):
     role: Literal["user", "assistant", "system"]
-    content: Blocks
+    content: AnyBlocks
+
+
+def _check_tool_type(value: object) -> object:
+    """Names the kind of tool that is not here."""
+    if isinstance(value, str) and value != "custom":
+        text = "tools of type {kind} are not supported: this server takes those that the client runs itself"
+        raise PydanticCustomError("unsupported_value", text, {"kind": repr(value[:40])})
+    return value
+
+
+class MessagesTool(WireModel):
+    # The type is checked first: tools of other types have no schema.
+    type: Annotated[Literal["custom"] | None, BeforeValidator(_check_tool_type)] = None
+    name: FunctionName
+    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARACTERS), AfterValidator(check_text)] | None = None
+    input_schema: JsonObject = Field(description="The JSON schema of the input, an object.")
+    strict: bool | None = Field(None, description="Accepted; calls that must be made follow the schema either way.")
+    cache_control: CacheControl | None = None
+    eager_input_streaming: bool | None = Field(None, description="Accepted; inputs are sent as they are written.")
+
+
+class MessagesToolChoice(WireModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Annotated[str, Field(max_length=512)] | None = Field(None, description="Of type tool.")
+    disable_parallel_tool_use: bool | None = Field(None, description="At most one call in an answer.")
 
 
 class JsonFormat(WireModel):
@@ -82,13 +160,13 @@ class CountTokensRequest(WireModel):
     """What makes up a prompt; the rest of a request is accepted and does not change its length."""
 
     model: str | None = Field(None, max_length=512, description="A served name; the first one when absent.")
-    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES - 1)]
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: Blocks | None = None
-    tools: list[Any] | None = Field(None, description="Only an empty list.")
-    tool_choice: dict[str, Any] | None = None
+    tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
 
 
 class MessagesRequest(CountTokensRequest, GenerationBody):

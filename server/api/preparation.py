@@ -3,6 +3,7 @@
 Defaults: the request, then the model's generation_config.json, then OpenAI's. Every refusal is an ApiError that names the field.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -97,8 +98,14 @@ def _num_candidates(body: CompletionRequest, n: int) -> int:
 
 
 async def prepare_chat(
-    state: ServerState, loaded: LoadedEngine, body: ChatCompletionRequest, response_id: str, ticket: Ticket
+    state: ServerState,
+    loaded: LoadedEngine,
+    body: ChatCompletionRequest,
+    response_id: str,
+    ticket: Ticket,
+    names: Sequence[str] | None = None,
 ) -> GenerationPlan:
+    """``names``: the request fields that the messages came from, where they are not those of a chat."""
     check_common(loaded, body)
     check_choices(loaded, body, has_logprobs=bool(body.logprobs))
     n = body.n or 1
@@ -107,7 +114,7 @@ async def prepare_chat(
         message = "Invalid value for 'top_logprobs': it needs 'logprobs': true."
         raise invalid_request(message, param="top_logprobs", code="invalid_value")
     use = tool_use(chat_functions(body.tools), body.tool_choice, body.parallel_tool_calls)
-    conversation = chat_conversation(body.messages, () if use is None else use.shown)
+    conversation = chat_conversation(body.messages, () if use is None else use.shown, names)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     ticket.admit(n, 0)
     grammar = await compile_constraint(loaded, choices_constraint(body), use, state.metrics)

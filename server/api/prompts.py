@@ -116,9 +116,11 @@ def chat_functions(tools: Sequence[Tool] | None) -> list[Function]:
     ]
 
 
-def chat_conversation(messages: Sequence[Message], functions: Sequence[Function] = ()) -> Conversation:
+def chat_conversation(
+    messages: Sequence[Message], functions: Sequence[Function] = (), names: Sequence[str] | None = None
+) -> Conversation:
     """Messages as clients of chat completions send them. Raises ApiError for fields that do not go with the role."""
-    names = [f"messages[{index}]" for index in range(len(messages))]
+    names = [f"messages[{index}]" for index in range(len(messages))] if names is None else names
     return Conversation([_chat_message(message, name) for message, name in zip(messages, names, strict=True)], names, functions)
 
 

@@ -89,11 +89,12 @@ def _check_truncation(value: int) -> int:
 
 Text = Annotated[str, AfterValidator(check_text)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+_STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}
 StopList = Annotated[
     list[StopString],
     BeforeValidator(_listed),
     Field(max_length=MAX_STOP_STRINGS, description=f"A string, or up to {MAX_STOP_STRINGS} strings, that end the text."),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOP_STRINGS}]}),
+    WithJsonSchema({"anyOf": [_STOP_SCHEMA, {"type": "array", "items": _STOP_SCHEMA, "maxItems": MAX_STOP_STRINGS}]}),
 ]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenCount = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -104,22 +105,29 @@ Truncation = Annotated[
     WithJsonSchema({"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1}]}),
 ]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
-LogitBias = Annotated[dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]], AfterValidator(_check_logit_bias)]
-PROMPT_JSON_SCHEMA = WithJsonSchema(
-    {
-        "anyOf": [
-            {"type": "string"},
-            {"type": "array", "items": {"type": "string"}, "minItems": 1},
-            {"type": "array", "items": {"type": "integer"}, "minItems": 1},
-            {"type": "array", "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1}, "minItems": 1},
-        ]
-    }
-)
-PromptField = Annotated[
-    Any,
-    BeforeValidator(_check_prompt),
-    PROMPT_JSON_SCHEMA,
+LogitBias = Annotated[
+    dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]],
+    AfterValidator(_check_logit_bias),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_LOGIT_BIAS_ENTRIES,
+        }
+    ),
 ]
+
+
+def prompt_schema(limit: int, min_length: int = 0) -> WithJsonSchema:
+    """Up to ``limit`` prompts, texts of at least so many characters."""
+    text = {"type": "string", "minLength": min_length}
+    ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+    lists = [{"type": "array", "items": item, "minItems": 1, "maxItems": limit} for item in (text, ids)]
+    return WithJsonSchema({"anyOf": [text, ids, *lists]})
+
+
+PromptField = Annotated[Any, BeforeValidator(_check_prompt), prompt_schema(MAX_PROMPTS)]
 
 
 class StreamOptions(WireModel):
@@ -225,6 +233,7 @@ FIELDS_WITHOUT_MEANING = frozenset(
         "service_tier",
         "safety_identifier",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
     }
 )

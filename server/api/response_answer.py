@@ -54,7 +54,7 @@ class ResponseAnswer:
                 item["status"] = "incomplete"
         self._status = "failed"
         self._error = {"code": "server_error", "message": error.body()["error"]["message"]}
-        self._usage = _wire_usage(usage)
+        self._usage = wire_usage(usage)
         return b"".join(map(_written, [*begin, self._event("response.failed", response=self._response())]))
 
     def collect(self, event: ChoiceEvent) -> None:
@@ -168,7 +168,7 @@ class ResponseAnswer:
     def _finish(self, usage: Usage) -> None:
         if self._status == "in_progress":
             self._status, self._completed_at = "completed", int(time.time())
-        self._usage = _wire_usage(usage)
+        self._usage = wire_usage(usage)
 
     def _response(self) -> dict[str, Any]:
         return {
@@ -191,7 +191,7 @@ def _copy(item: dict[str, Any]) -> dict[str, Any]:
     return {name: [dict(part) for part in value] if name == "content" else value for name, value in item.items()}
 
 
-def _wire_usage(usage: Usage) -> dict[str, Any]:
+def wire_usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},

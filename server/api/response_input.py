@@ -18,12 +18,17 @@ def response_functions(tools: Sequence[ResponseTool] | None) -> list[Function]:
 
 
 def response_conversation(body: ResponseRequest, functions: Sequence[Function]) -> Conversation:
+    messages, names = item_messages(body.input)
+    if body.instructions:
+        messages, names = [ChatMessage("system", body.instructions), *messages], ["instructions", *names]
+    return Conversation(messages, names, functions)
+
+
+def item_messages(items: Sequence[ResponseItem]) -> tuple[list[ChatMessage], list[str]]:
+    """(messages, the fields that they come from)"""
     messages: list[ChatMessage] = []
     names: list[str] = []
-    if body.instructions:
-        messages.append(ChatMessage("system", body.instructions))
-        names.append("instructions")
-    for index, item in enumerate(body.input):
+    for index, item in enumerate(items):
         name = f"input[{index}]"
         message = _message(item, name)
         if messages and message.role == "assistant" and _belongs_to(message, messages[-1]):
@@ -32,7 +37,7 @@ def response_conversation(body: ResponseRequest, functions: Sequence[Function]) 
             continue
         messages.append(message)
         names.append(name)
-    return Conversation(messages, names, functions)
+    return messages, names
 
 
 def _belongs_to(message: ChatMessage, previous: ChatMessage) -> bool:

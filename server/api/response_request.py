@@ -71,7 +71,7 @@ def _check_input(value: object) -> object:
 
 
 class ResponseTextPart(WireModel):
-    type: str
+    type: Literal["input_text", "output_text", "text", "refusal"]
     text: Text | None = None
     refusal: Text | None = None
     # Of parts that this server, or OpenAI's, wrote.
@@ -80,7 +80,7 @@ class ResponseTextPart(WireModel):
 
 
 _ITEMS_SCHEMA = {"type": "array", "items": {"$ref": "#/components/schemas/ResponseItem"}, "minItems": 1, "maxItems": MAX_MESSAGES}
-_PARTS_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object", "required": ["type"]}}]}
+_PARTS_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#/components/schemas/ResponseTextPart"}}]}
 Parts = Annotated[list[ResponseTextPart], BeforeValidator(_check_parts), WithJsonSchema(_PARTS_SCHEMA)]
 CallId = Annotated[str, Field(max_length=512)]
 

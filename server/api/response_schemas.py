@@ -45,7 +45,7 @@ class CompletionChoice(BaseModel):
     index: int
     text: str
     logprobs: LegacyLogprobsSchema | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length"]
     token_ids: list[int] = Field(default_factory=list, description="With return_token_ids.")
     prompt_token_ids: list[int] = Field(default_factory=list, description="With return_token_ids.")
     prompt_logprobs: PromptLogprobs = Field(default_factory=list, description="With prompt_logprobs.")
@@ -202,44 +202,6 @@ class ErrorDetail(BaseModel):
 
 class ErrorResponse(BaseModel):
     error: ErrorDetail
-
-
-class MessageText(BaseModel):
-    type: Literal["text"]
-    text: str
-
-
-class MessageUsage(BaseModel):
-    input_tokens: int
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
-    output_tokens: int
-
-
-class MessageResponse(BaseModel):
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[MessageText]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence"] | None
-    stop_sequence: str | None
-    usage: MessageUsage
-
-
-class CountTokensResponse(BaseModel):
-    input_tokens: int
-
-
-class MessagesErrorDetail(BaseModel):
-    type: str
-    message: str
-
-
-class MessagesErrorResponse(BaseModel):
-    type: Literal["error"]
-    error: MessagesErrorDetail
-    request_id: str
 
 
 class Embedding(BaseModel):

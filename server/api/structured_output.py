@@ -1,6 +1,8 @@
 """What a request constrains its text to: ``response_format``, ``structured_outputs`` and the ``guided_*`` spellings are one
 thing, and only one of them may be given. Every fault is a 400 that names the field."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from model.grammar_state import Grammar
@@ -8,7 +10,8 @@ from server.api.request_schemas import ChoicesRequest, GenerationRequest
 from server.api.response_request import ResponseRequest
 from server.api.structured_schemas import ResponseFormat, StructuredOutputs
 from server.engine.loaded import LoadedEngine
-from server.errors import ApiError, invalid_request
+from server.errors import ApiError, compiler_busy, invalid_request
+from server.grammar.compiler import CompilerBusyError
 from server.grammar.source import GrammarError, GrammarSource
 from server.metrics import Metrics
 
@@ -26,10 +29,19 @@ async def compile_grammar(loaded: LoadedEngine, source: GrammarSource | None, me
 
 
 async def counted_compilation(loaded: LoadedEngine, source: GrammarSource, metrics: Metrics) -> Grammar:
-    """Raises GrammarError."""
+    """Raises GrammarError, ApiError."""
     metrics.grammars.labels(source.kind).inc()
-    with metrics.grammar_seconds.time():
+    with metrics.grammar_seconds.time(), busy_is_an_answer():
         return await loaded.grammars.compile(source)
+
+
+@contextlib.contextmanager
+def busy_is_an_answer() -> Iterator[None]:
+    """Around work of the compiler: that it has no place for it is told to the client."""
+    try:
+        yield
+    except CompilerBusyError:
+        raise compiler_busy() from None
 
 
 def choices_constraint(body: ChoicesRequest) -> GrammarSource | None:

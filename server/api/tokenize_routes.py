@@ -10,22 +10,19 @@ from starlette.responses import Response
 
 from server.admission import BodyTicket
 from server.api.context import state_of
+from server.api.description import answers, request_body
 from server.api.prompts import chat_conversation, chat_functions, check_token_ids, encode_chat, in_thread
-from server.api.response_schemas import DetokenizeResponse, ErrorResponse, TokenizeResponse, TokenizerInfo
+from server.api.response_schemas import DetokenizeResponse, TokenizeResponse, TokenizerInfo
 from server.api.responses import JsonResponse
 from server.api.tokenize_schemas import DetokenizeRequest, TokenizeRequest
-from server.api.validation import ParsedRequest, parse_request, read_json_object, request_body
+from server.api.tools import check_schemas, tool_use
+from server.api.validation import ParsedRequest, parse_request, read_json_object
 from server.engine.loaded import LoadedEngine
 from server.errors import invalid_request, model_not_found
 from server.state import ServerState
 from server.text.tokenizer import Tokenizer
 
 Body = TypeVar("Body", TokenizeRequest, DetokenizeRequest)
-
-_NOT_READY: dict[int | str, dict[str, Any]] = {status: {"model": ErrorResponse} for status in (401, 503)}
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse} for status in (400, 401, 403, 404, 408, 413, 429, 503)
-}
 
 
 def tokenizer_info(tokenizer: Tokenizer, max_model_len: int) -> dict[str, Any]:
@@ -49,10 +46,14 @@ def tokenizer_info(tokenizer: Tokenizer, max_model_len: int) -> dict[str, Any]:
 async def _tokenize(state: ServerState, loaded: LoadedEngine, parsed: ParsedRequest[TokenizeRequest]) -> Response:
     body, tokenizer = parsed.body, loaded.tokenizer
     if body.messages is not None:
+        # What a chat refuses is refused here, and what it shows the model by default is shown.
+        use = tool_use(chat_functions(body.tools), None, None)
+        if use is not None:
+            await check_schemas(loaded, use.functions)
         token_ids = await encode_chat(
             state,
             tokenizer,
-            chat_conversation(body.messages, chat_functions(body.tools)),
+            chat_conversation(body.messages, () if use is None else use.shown),
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
@@ -97,15 +98,13 @@ async def _read(request: Request, model: type[Body], held: BodyTicket) -> tuple[
 def create_router() -> APIRouter:
     router = APIRouter()
 
-    @router.get("/tokenizer_info", responses={200: {"model": TokenizerInfo}, **_NOT_READY})
+    @router.get("/tokenizer_info", responses=answers(TokenizerInfo))
     async def show_tokenizer(request: Request) -> Response:
         """The tokens that begin and end a text, and the chat template in force."""
         loaded = state_of(request).require_loaded()
         return JsonResponse(tokenizer_info(loaded.tokenizer, loaded.engine.limits.max_model_len))
 
-    @router.post(
-        "/tokenize", responses={200: {"model": TokenizeResponse}, **_ERRORS}, openapi_extra=request_body("TokenizeRequest")
-    )
+    @router.post("/tokenize", responses=answers(TokenizeResponse, takes_body=True), openapi_extra=request_body("TokenizeRequest"))
     async def tokenize(request: Request) -> Response:
         """The tokens of a prompt or a chat, as the generation endpoints see it."""
         state = state_of(request)
@@ -116,7 +115,7 @@ def create_router() -> APIRouter:
                 return await _tokenize(state, loaded, parsed)
 
     @router.post(
-        "/detokenize", responses={200: {"model": DetokenizeResponse}, **_ERRORS}, openapi_extra=request_body("DetokenizeRequest")
+        "/detokenize", responses=answers(DetokenizeResponse, takes_body=True), openapi_extra=request_body("DetokenizeRequest")
     )
     async def detokenize(request: Request) -> Response:
         """The text of tokens, control tokens as their literals."""

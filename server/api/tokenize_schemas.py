@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from server.api.chat_schemas import MAX_MESSAGES, Message
@@ -32,6 +32,12 @@ TokenList = Annotated[
 
 class TokenizeRequest(WireModel):
     """Either ``prompt`` or ``messages``."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in ("prompt", "messages")]
+        }
+    )
 
     model: str | None = Field(None, max_length=512, description="A served name; the first one when absent.")
     prompt: Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS), AfterValidator(check_text)] | None = None

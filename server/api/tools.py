@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model.grammar_state import Grammar
-from server.api.structured_output import compile_grammar, counted_compilation, invalid_constraint
+from server.api.structured_output import busy_is_an_answer, compile_grammar, counted_compilation, invalid_constraint
 from server.api.tool_schemas import ToolChoice
 from server.engine.loaded import LoadedEngine
 from server.errors import invalid_request
-from server.grammar.compiler import COMPILE_SECONDS
+from server.grammar.compiler import COMPILE_SECONDS, CompilerBusyError
 from server.grammar.source import CallRules, GrammarError, GrammarSource
 from server.metrics import Metrics
 from server.text.call_parser import CallFormat
@@ -83,7 +83,7 @@ async def compile_constraint(
     if use is None:
         return await compile_grammar(loaded, content, metrics)
     if not use.must_call and content is None:
-        await _check_schemas(loaded, use.functions)
+        await check_schemas(loaded, use.functions)
         return None
     rules = CallRules(use.functions, use.several, None if use.must_call else content)
     try:
@@ -96,7 +96,7 @@ async def compile_constraint(
 async def _faulty_part(loaded: LoadedEngine, rules: CallRules) -> tuple[str, str] | None:
     """The field that can't be compiled by itself, and why; None where it is not found soon."""
     parts = [GrammarSource("calls", CallRules((function,), several=False), function.param) for function in rules.functions]
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(TimeoutError, CompilerBusyError):
         async with asyncio.timeout(FAULT_SECONDS):
             for part in parts if rules.otherwise is None else [rules.otherwise, *parts]:
                 try:
@@ -106,9 +106,11 @@ async def _faulty_part(loaded: LoadedEngine, rules: CallRules) -> tuple[str, str
     return None
 
 
-async def _check_schemas(loaded: LoadedEngine, functions: Sequence[Function]) -> None:
+async def check_schemas(loaded: LoadedEngine, functions: Sequence[Function]) -> None:
+    """Whether they are schemas at all. Raises ApiError."""
     try:
-        fault = await loaded.grammars.first_fault([function.schema for function in functions])
+        with busy_is_an_answer():
+            fault = await loaded.grammars.first_fault([function.schema for function in functions])
     except GrammarError as error:
         raise invalid_constraint("tools", str(error)) from None
     if fault is not None:

@@ -49,12 +49,6 @@ class ParsedRequest(Generic[Model]):
         return {IGNORED_HEADER: ", ".join(safe)[:_MAX_HEADER_CHARACTERS]}
 
 
-def request_body(schema: str) -> dict[str, Any]:
-    """For the OpenAPI description. Bodies are read by hand, so their schemas are named by hand; ``openapi`` adds components."""
-    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
 async def read_json_object(request: Request, ticket: BodyTicket, timeout_seconds: float | None) -> dict[str, Any]:
     """The body as a JSON object. The size is counted while the body arrives, so that a lie in Content-Length buys nothing; all
     of it has to arrive within ``timeout_seconds``."""
@@ -131,10 +125,18 @@ def parse_request(model: type[Model], body: dict[str, Any], *, strict_params: bo
             if strict_params or others:
                 raise api_error(problems if strict_params else others) from None
             ignored |= {_path(item) for item in problems}
-            checked = model.model_validate(body, extra="ignore")
+            checked = _without_unknown(model, body)
     except RecursionError:
         raise invalid_request("The request body is nested too deeply.") from None
     return ParsedRequest(checked, tuple(sorted(ignored)))
+
+
+def _without_unknown(model: type[Model], body: dict[str, Any]) -> Model:
+    """What holds for a list as a whole is checked only once its items are sound, so there may be more that is wrong."""
+    try:
+        return model.model_validate(body, extra="ignore")
+    except ValidationError as error:
+        raise api_error(error.errors(include_url=False)) from None
 
 
 def api_error(found: Sequence[Mapping[str, Any]]) -> ApiError:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from model.grammar_state import GrammarFault, GrammarState
+from server.grammar.sound_schemas import SoundSchemas
 from server.grammar.source import CallRules, GrammarError, GrammarSource, check_schema
 from server.grammar.state import MatcherState, compute_mask
 from server.text.functions import call_head
@@ -25,6 +26,8 @@ Result = TypeVar("Result")
 
 COMPILE_SECONDS = 1.5
 COMPILE_THREADS = 2
+# For one of the places, all of which may be held by compilations that were left behind.
+PLACE_SECONDS = 10.0
 # Of text that leaves no choice. The library gives up on endless ones at some 60,000.
 MAX_FORCED_BYTES = 32 * 1024
 _ENDLESS = f"begins with more than {MAX_FORCED_BYTES} bytes that leave no choice, or must hold itself and never comes to an end"
@@ -36,6 +39,10 @@ MAX_MASK_THREADS = 8
 # states of a request share them. Each property that may be left out is an item in the row.
 _STACK_SIZE_LOCK = threading.Lock()
 _LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=10_000, verbose_errors=False)
+
+
+class CompilerBusyError(Exception):
+    """No place to compile became free for too long."""
 
 
 class CompiledGrammar:
@@ -62,33 +69,43 @@ class GrammarCompiler:
         self._warming: asyncio.Future[LLTokenizer] | None = None
         self._mask_threads = ThreadPoolExecutor(min(MAX_MASK_THREADS, os.cpu_count() or 1), "gemserve-mask")
         self._places = asyncio.Semaphore(COMPILE_THREADS)
+        self._sound_schemas = SoundSchemas()
 
     async def compile(self, source: GrammarSource) -> CompiledGrammar:
-        """Raises GrammarError. Its time counts from when one of the places is free and the view of the vocabulary is made; a
-        thread keeps its place until it is done."""
+        """Raises GrammarError, CompilerBusyError. Its time counts from when one of the places is free and the view of the
+        vocabulary is made; a thread keeps its place until it is done."""
         if self._vocabulary is None:
             await self._vocabulary_made()
         return await self._in_thread(lambda: self.compile_now(source))
 
     async def first_fault(self, schemas: Sequence[dict[str, Any]]) -> tuple[int, GrammarError] | None:
-        """Which of them is no JSON schema, and why; None where all are. Raises GrammarError where they take too long."""
+        """Which of them is no JSON schema, and why; None where all are. Those that were found to be one are not looked at again.
+        Raises GrammarError where they take too long, CompilerBusyError."""
+        unknown = await asyncio.to_thread(self._sound_schemas.unknown, schemas)
+        if not unknown:
+            return None
 
         def check() -> tuple[int, GrammarError] | None:
             until = time.monotonic() + COMPILE_SECONDS
-            for index, schema in enumerate(schemas):
+            for index in unknown:
                 if time.monotonic() > until:  # nobody waits any more, and others wait for the place
                     raise _too_slow()
                 try:
-                    check_schema(schema)
+                    check_schema(schemas[index])
                 except GrammarError as error:
                     return index, error
+                self._sound_schemas.add(schemas[index])
             return None
 
         return await self._in_thread(check)
 
     async def _in_thread(self, compile_it: Callable[[], Result]) -> Result:
         loop = asyncio.get_running_loop()
-        await self._places.acquire()
+        try:
+            async with asyncio.timeout(PLACE_SECONDS):
+                await self._places.acquire()
+        except TimeoutError:
+            raise CompilerBusyError from None
         result: Future[Result] = Future()
 
         def work() -> None:

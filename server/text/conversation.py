@@ -45,7 +45,8 @@ def merge_messages(
     consecutive turns of one role; results of calls are the user's. A system message without any turn becomes a user
     turn. A conversation that begins with the assistant is an error: no turn is invented. With `strict`, nothing is
     joined or moved: what would need it is an error; the results of one turn's calls belong together all the same.
-    `names` are the request fields of the messages, `instructions` the server's own end of the system message.
+    `names` are the request fields of the messages, several of which may come from one; `instructions` is the server's
+    own end of the system message.
     """
     if not messages:
         raise ChatTemplateError("messages must hold at least one message.")
@@ -53,7 +54,7 @@ def merge_messages(
     system_texts: list[str] = []
     turns: list[ChatMessage] = []
     called: dict[str, str] = {}
-    last_role = ""
+    last_role = last_name = ""
     for index in _in_order_of_calls(messages):
         message, name = messages[index], names[index]
         role = message.role
@@ -77,12 +78,12 @@ def merge_messages(
         if not turns and turn.role == "assistant":
             raise _role_error(role, name, "the conversation must begin with a user message")
         if turns and turns[-1].role == turn.role:
-            if strict and not (role == last_role == "tool"):
+            if strict and name != last_name and not (role == last_role == "tool"):
                 raise _role_error(role, name, "with strict roles the turns must alternate between user and assistant")
             turns[-1] = ChatMessage(turn.role, _join([turns[-1].text, turn.text]))
         else:
             turns.append(turn)
-        last_role = role
+        last_role, last_name = role, name
     if not turns and strict:
         raise ChatTemplateError("messages holds no user message: with strict roles a system message alone is refused.")
     system_text = _join([*system_texts, instructions])

@@ -46,6 +46,9 @@ def test_metrics_on_their_own_port_need_no_key_and_are_there_until_the_end_of_th
         assert get(metrics.replace("/metrics", "/health")).status_code == 404
         assert httpx.post(metrics, timeout=60).status_code == 405
         assert get(metrics, headers={"host": "evil.example"}).status_code == 403
+        for path in ("/v1/completions", "/v1/messages"):  # which are not here
+            refused = httpx.post(metrics.replace("/metrics", path), headers={"host": "evil.example"}, timeout=60)
+            assert refused.status_code == 403
         key = {"authorization": "Bearer secret"}
         assert get(f"{main}/metrics", headers=key).status_code == 404
         body = {"prompt": [BOS, HANG, HANG], "max_tokens": 4, "stream": True}  # stops behind its first token until it is told

@@ -34,7 +34,9 @@ def test_a_measured_profile_can_be_simulated(tiny: Path, tmp_path: Path) -> None
     profile = Meter(settings).profile()
     assert profile.timing.network.counts == (1, 2, 4, 8, 16, 32, 64)
     assert profile.timing.head.counts == (0, 1, 2, 4)
-    assert min(profile.timing.network.seconds) > 0
+    # A difference of two times, so a busy machine can make one of them nothing.
+    assert min(profile.timing.network.seconds) >= 0
+    assert max(profile.timing.network.seconds) > 0
     assert profile.spec.sliding_window == 64
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == profile

@@ -1,6 +1,7 @@
 """The real server on a free port, in a thread, with a fake model: what tests talk to over real sockets."""
 
 import contextlib
+import functools
 import json
 import re
 import socket
@@ -19,6 +20,7 @@ from server.http_protocol import http_protocol
 from server.settings import Settings
 from server.tracing import RequestTracer
 from tests.fakes import fake_engine_factory
+from tests.http.openapi_contract import check_answer
 
 LIVE_BODY = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
 
@@ -29,11 +31,15 @@ class LiveServer:
         self.port = port
         self.connections = connections  # open ones, of the server itself
         self.url = f"http://127.0.0.1:{port}"
-        self.client = httpx.Client(base_url=self.url, timeout=60)
+        # Every answer that a test gets is one that /openapi.json allows.
+        check_head = functools.partial(check_answer, reads_streams=False)
+        self.client = httpx.Client(base_url=self.url, timeout=60, event_hooks={"response": [check_head]})
         self._live_text: str | None = None
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        return self.client.post(path, json=body, **options)
+        response = self.client.post(path, json=body, **options)
+        check_answer(response)
+        return response
 
     @contextlib.contextmanager
     def open_request(self, body: dict[str, Any], *headers: str) -> Iterator[socket.socket]:

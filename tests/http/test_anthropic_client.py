@@ -1,13 +1,16 @@
 """Anthropic's official Python client, unchanged, against the real server."""
 
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import anthropic
 import pytest
-from anthropic.types import ErrorResponse, Message, MessageParam, RawMessageStreamEvent
+from anthropic.types import ErrorResponse, Message, MessageParam, RawMessageStreamEvent, ToolParam, ToolResultBlockParam
 from pydantic import TypeAdapter
 
 from tests.http.live_server import LiveServer
+from tests.http.tool_requests import ARGUMENTS, ONLY_CALL, PLAIN, SCHEMA
 
 MODEL = "fake-gemma"
 HELLO: list[MessageParam] = [{"role": "user", "content": "Hello"}]
@@ -71,7 +74,45 @@ def test_counting_tokens(client: anthropic.Anthropic) -> None:
 def test_errors_become_the_clients_exceptions(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         client.messages.create(model="claude", max_tokens=1, messages=HELLO)
-    with pytest.raises(anthropic.BadRequestError, match="/v1/chat/completions"):
-        client.messages.create(
-            model=MODEL, max_tokens=1, messages=HELLO, tools=[{"name": "f", "input_schema": {"type": "object"}}]
-        )
+    with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\].input_schema"):
+        client.messages.create(model=MODEL, max_tokens=1, messages=HELLO, tools=[{"name": "f", "input_schema": {"type": "no"}}])
+
+
+TOOLS: list[ToolParam] = [{"name": "get_weather", "description": "The weather of a city.", "input_schema": SCHEMA}]
+
+
+def ask(seed: int) -> dict[str, Any]:
+    return {"model": MODEL, "max_tokens": 300, "tools": TOOLS, "extra_body": {"temperature": 1, "seed": seed}}
+
+
+def test_a_call_and_its_result_in_the_next_turn(scripted: LiveServer) -> None:
+    with anthropic.Anthropic(base_url=scripted.url, api_key="none", max_retries=0) as client:
+        asked: list[MessageParam] = [{"role": "user", "content": "Weather?"}]
+        answer = client.messages.create(messages=asked, **ask(ONLY_CALL))
+        (call,) = answer.content
+        assert call.type == "tool_use"
+        assert (answer.stop_reason, call.name, call.input) == ("tool_use", "get_weather", json.loads(ARGUMENTS))
+        result: ToolResultBlockParam = {"type": "tool_result", "tool_use_id": call.id, "content": "20 degrees"}
+        turns: list[MessageParam] = [
+            *asked,
+            {"role": "assistant", "content": answer.content},
+            {"role": "user", "content": [result]},
+        ]
+        last = client.messages.create(messages=turns, **ask(PLAIN))
+        assert last.stop_reason == "end_turn"
+        counted = client.messages.count_tokens(model=MODEL, messages=turns, tools=TOOLS)
+        assert counted.input_tokens == last.usage.input_tokens + (last.usage.cache_read_input_tokens or 0)
+
+
+@pytest.mark.parametrize("num_tokens", [300, 45, 38, 20])
+def test_a_streamed_call_accumulates_to_the_message(scripted: LiveServer, num_tokens: int) -> None:
+    """A call that was cut, too."""
+    with anthropic.Anthropic(base_url=scripted.url, api_key="none", max_retries=0) as client:
+        fields = {**ask(ONLY_CALL), "max_tokens": num_tokens}
+        whole = client.messages.create(messages=HELLO, **fields)
+        with client.messages.stream(messages=HELLO, **fields) as stream:
+            final = stream.get_final_message()
+    assert final.stop_reason == whole.stop_reason
+    calls = [[(block.name, block.input) for block in message.content if block.type == "tool_use"] for message in (whole, final)]
+    assert calls[0] == calls[1]
+    assert len(calls[0]) == (num_tokens > 30)

@@ -175,9 +175,6 @@ def test_a_fault_after_the_first_token_is_an_error_event() -> None:
         ({"max_tokens": 5, "messages": [{"role": "robot", "content": "a"}]}, "'messages[0].role'"),
         ({"max_tokens": 5, "messages": [{"role": "assistant", "content": "a"}], "system": "b"}, "'messages[0].role'"),
         ({"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "this server takes text"),
-        ({"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "/v1/chat/completions"),
-        ({"max_tokens": 5, "messages": HELLO, "tools": [{"name": "f", "input_schema": {}}]}, "/v1/chat/completions"),
-        ({"max_tokens": 5, "messages": HELLO, "tool_choice": {"type": "any"}}, "/v1/chat/completions"),
         ({"max_tokens": 5, "messages": HELLO, "thinking": {"type": "enabled", "budget_tokens": 1024}}, "'thinking'"),
         (
             {

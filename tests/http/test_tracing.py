@@ -54,6 +54,39 @@ def traced(module_server: Traced) -> Traced:
     return module_server
 
 
+@pytest.fixture(scope="module")
+def guarded_server() -> Iterator[Traced]:
+    exporter = InMemorySpanExporter()
+    with live_server(tracer=OtelTracer(SimpleSpanProcessor(exporter)), api_key=("key",)) as server:
+        yield Traced(server, exporter)
+
+
+@pytest.mark.parametrize("headers", [{}, {"x-api-key": "kez"}, {"x-api-key": "key", "host": "evil.example"}], ids=str)
+@pytest.mark.parametrize(("path", "name"), [("/v1/completions", "text_completion"), ("/v1/messages", "chat")])
+def test_a_request_that_is_refused_by_its_key_or_host_is_a_span(
+    guarded_server: Traced, path: str, name: str, headers: dict[str, str]
+) -> None:
+    response = guarded_server.server.post(path, {"prompt": "secret words"}, headers={**TRACEPARENT, **headers})
+    assert response.status_code == (403 if "host" in headers else 401)
+    (span,) = guarded_server.spans(1)
+    assert span.name == name
+    assert span.status.status_code is StatusCode.ERROR
+    assert span.parent is not None
+    assert (f"{span.parent.trace_id:032x}", f"{span.parent.span_id:016x}") == (TRACE, PARENT)
+    found = attributes(span)
+    assert found["error.type"] == "unauthorized"
+    assert found["gemserve.request_id"] == response.headers["x-request-id"]
+    assert "gen_ai.response.id" not in found
+    assert not [value for value in found.values() if "kez" in str(value)]
+
+
+def test_only_what_asks_for_an_answer_of_the_model_is_a_span(guarded_server: Traced) -> None:
+    for path in ("/v1/models", "/metrics", "/nowhere"):
+        assert guarded_server.server.client.get(path).status_code == 401
+    guarded_server.server.post("/v1/completions", {"prompt": "a"})
+    assert len(guarded_server.spans(1)) == 1
+
+
 def attributes(span: ReadableSpan) -> dict[str, object]:
     return dict(span.attributes or {})
 

@@ -267,7 +267,7 @@ def test_wrong_paths_and_methods(server: LiveServer) -> None:
         ("POST", "/v1/x"),
         ("POST", "/v1/completions/"),
         ("GET", "//v1/models"),
-        ("GET", "/docs"),
+        ("GET", "/redoc"),
     ]:
         response = server.client.request(method, server.url + path)
         assert response.status_code == 404

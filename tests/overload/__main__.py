@@ -30,6 +30,9 @@ def main() -> int:
             print((Path(folder) / "server.log").read_text()[-4000:], file=sys.stderr)
             return 1
     print(summary.line(), flush=True)
+    if not summary.keeps_deadlines:
+        print("overload: FAILED: accepted requests did not keep their deadline", file=sys.stderr)
+        return 1
     if summary.share < LEAST_SHARE:
         print(f"overload: FAILED: less than {LEAST_SHARE:.0%} of the best", file=sys.stderr)
         return 1

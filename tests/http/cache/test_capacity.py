@@ -46,14 +46,19 @@ def test_a_growing_request_holds_a_constant_number_of_local_blocks(tiny_folder: 
         alone = ask(server, greedy(ids(100, seed=3), 8, logprobs=1))
         held: list[float] = []
         body = greedy(ids(100, seed=3), 180, stream=True, logprobs=1)
-        with server.client.stream("POST", COMPLETIONS, json=body) as response:
-            for count, _ in enumerate(response.iter_raw()):
-                if count % 12 == 0:
-                    held.append(used_blocks(server, "local"))
+        for _ in range(20):
+            with server.client.stream("POST", COMPLETIONS, json=body) as response:
+                for count, _ in enumerate(response.iter_raw()):
+                    if count % 12 == 0:
+                        used = used_blocks(server, "local")
+                        if server.metric("requests_running") == 1:  # not if the reader has fallen behind
+                            held.append(used)
+            if len(held) > 10:
+                break
         assert len(held) > 10
         # Seen between two steps. The window of the next query is W - 1 keys and the query itself, counted from a block's begin.
         assert max(held) <= WINDOW // block_size + 1
-        assert min(held[:-1]) >= (WINDOW - 1) // block_size, "the window itself is held"
+        assert min(held) >= (WINDOW - 1) // block_size, "the window itself is held"
         assert server.metric("kv_cache_recycled_blocks_total") >= (280 - WINDOW) // block_size - 2
         several = at_once(lambda seed: ask(server, greedy(ids(100, seed=seed), 8, logprobs=1)), range(3, 7))
         assert several[0].text == alone.text

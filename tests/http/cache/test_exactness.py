@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.http.cache.tiny_server import (
+    ONLY_DIGITS,
     PLAIN_TEXT,
     WANDERING,
     Answer,
@@ -138,6 +139,37 @@ def test_neighbours_change_nothing(chunked: LiveServer, fresh: LiveServer, count
     half = count // 2
     answers = at_once(lambda item: ask(chunked, item), [*neighbours[:half], mine, *neighbours[half:]])
     assert_same(answers[half], alone, usage_too=False)
+
+
+EDITS: tuple[dict[str, Any], ...] = (
+    {"repetition_penalty": 2},
+    {"presence_penalty": 2, "frequency_penalty": 2},
+    {"frequency_penalty": -2},
+    {"logit_bias": ONLY_DIGITS},
+    {},
+)
+
+
+@pytest.mark.parametrize("first", [0, len(EDITS) - 1])
+def test_what_one_request_does_to_its_logits_touches_no_other(chunked: LiveServer, fresh: LiveServer, first: int) -> None:
+    """Cases 36 and 57: whichever comes first, together and alone."""
+    bodies = [{"prompt": ids(33, seed=800), "max_tokens": 24, "temperature": 0, "logprobs": 0, **edit} for edit in EDITS]
+    alone = [ask(fresh, body) for body in bodies]
+    assert len({answer.tokens for answer in alone}) >= 4, "the edits change something"
+    order = sorted(range(len(bodies)), key=lambda index: (index - first) % len(bodies))
+    together = at_once(lambda body: ask(chunked, body), [bodies[index] for index in order])
+    for index, answer in zip(order, together, strict=True):
+        assert_same(answer, alone[index], usage_too=False)
+
+
+def test_penalties_of_generated_tokens_do_not_count_the_prompt(fresh: LiveServer) -> None:
+    """Case 57: a prompt full of what the model would say next does not keep it from saying it."""
+    body: dict[str, Any] = {"prompt": ids(33, seed=801), "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+    (likeliest,) = fresh.complete(**body)["choices"][0]["token_ids"]
+    full = {**body, "prompt": [*body["prompt"], *[likeliest] * 20]}
+    plain = fresh.complete(**full)["choices"][0]["token_ids"]
+    for penalties in ({"presence_penalty": 2}, {"frequency_penalty": 2}):
+        assert fresh.complete(**full, **penalties)["choices"][0]["token_ids"] == plain
 
 
 KINDS: tuple[dict[str, Any], ...] = (

@@ -5,7 +5,6 @@ test module of this folder is.
 """
 
 import importlib.util
-from collections.abc import Iterator
 
 import pytest
 
@@ -27,11 +26,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton asks again whenever it imports more of itself. Servers that other tests start must not see it."""
     if not runs_on_device(request.config):
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    yield
 
 
 @pytest.hookimpl(tryfirst=True)
