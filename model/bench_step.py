@@ -18,7 +18,7 @@ import torch
 
 from model.checkpoint import open_checkpoint
 from model.config import Gemma3Config
-from model.kv_cache_spec import ceil_div
+from model.kv_cache_spec import KVCachePlan, KVCacheSpec, ceil_div
 from model.layers import Linear
 from model.ops import AttentionMetadata
 from model.ops.bench_cpu import measure_bandwidth, measure_flops
@@ -96,6 +96,50 @@ def decode_chunks(runner: ModelRunner, num_seqs: int, context: int, sampling: Sa
     return chunks
 
 
+def plan_for(spec: KVCacheSpec, num_seqs: int, context: int) -> KVCachePlan:
+    """A cache that holds so many sequences of so many tokens, and no more."""
+    num_global = 1 + num_seqs * ceil_div(context, spec.block_size)
+    num_local = 1 + num_seqs * spec.blocks(context - 1, 1).local_blocks
+    return KVCachePlan(
+        num_global_blocks=num_global,
+        num_local_blocks=num_local,
+        global_bytes=num_global * spec.global_block_bytes,
+        local_bytes=num_local * spec.local_block_bytes,
+        capacity_tokens=(num_global - 1) * spec.block_size,
+    )
+
+
+def decode_work(runner: ModelRunner, num_seqs: int, context: int) -> dict[str, tuple[float, float]]:
+    """part -> (bytes read, floating-point operations) of a step that decodes so many sequences of so much context."""
+    config: Gemma3Config = runner.config
+    read: dict[str, float] = defaultdict(float)
+    operations: dict[str, float] = defaultdict(float)
+    for part, module in linears(runner):
+        read[part] += bytes_read(module)
+        operations[part] += 2.0 * num_seqs * module.in_features * module.out_features
+    heads_by_dim = config.num_attention_heads * config.head_dim
+    for part, layers, length in (
+        ("attention, global", config.num_global_layers, context),
+        ("attention, local", config.num_local_layers, min(context, config.sliding_window)),
+    ):
+        read[part] = float(num_seqs * layers * length * runner.spec.bytes_per_token_per_layer)
+        operations[part] = 4.0 * num_seqs * layers * length * heads_by_dim
+    return {part: (read[part], operations[part]) for part in read}
+
+
+def linears(runner: ModelRunner) -> Iterator[tuple[str, Linear]]:
+    """Every linear layer, and the part of a step that it belongs to."""
+    for module in runner.model.modules():
+        if isinstance(module, Linear):
+            yield f"linear {module.role}", module
+
+
+def bytes_read(module: Linear) -> int:
+    """Of its weight, whoever else owns it: a tied head may be the embedding's own matrix."""
+    assert module.packed is not None
+    return module.packed.nbytes or module.in_features * module.out_features * module.ops.dtype.itemsize
+
+
 class Floors:
     """What each part of a step takes at least."""
 
@@ -106,37 +150,14 @@ class Floors:
 
     def of(self, num_seqs: int, context: int) -> dict[str, tuple[float, float]]:
         """part -> (bytes read, seconds)."""
-        config: Gemma3Config = self.runner.config
-        read: dict[str, float] = defaultdict(float)
-        operations: dict[str, float] = defaultdict(float)
-        for module in self.runner.model.modules():
-            if isinstance(module, Linear) and module.packed is not None:
-                part = f"linear {module.role}"
-                read[part] += module.packed.nbytes
-                operations[part] += 2.0 * num_seqs * module.in_features * module.out_features
-        heads_by_dim = config.num_attention_heads * config.head_dim
-        for part, layers, length in (
-            ("attention, global", config.num_global_layers, context),
-            ("attention, local", config.num_local_layers, min(context, config.sliding_window)),
-        ):
-            read[part] = float(num_seqs * layers * length * self.runner.spec.bytes_per_token_per_layer)
-            operations[part] = 4.0 * num_seqs * layers * length * heads_by_dim
-        return {part: (read[part], max(read[part] / self.bandwidth, operations[part] / self.flops)) for part in read}
+        work = decode_work(self.runner, num_seqs, context)
+        return {part: (read, max(read / self.bandwidth, operations / self.flops)) for part, (read, operations) in work.items()}
 
 
 def report(runner: ModelRunner, floors: Floors, num_seqs: int, context: int, sampling: SamplingParams, budget: float) -> None:
     spec = runner.spec
     chunks = decode_chunks(runner, num_seqs, context, sampling)
-    blocks = max(chunks[-1].global_block_table[-1], chunks[-1].local_block_table[-1])
-    local_blocks = num_seqs * (spec.sliding_window // spec.block_size + 2) + 8
-    plan = spec.plan(
-        (blocks + 2) * spec.global_block_bytes + local_blocks * spec.local_block_bytes,
-        max_num_seqs=num_seqs,
-        max_num_batched_tokens=spec.block_size,
-        max_model_len=context,
-        prefix_caching=False,
-    )
-    runner.allocate_cache(plan)
+    runner.allocate_cache(plan_for(spec, num_seqs, context))
     step = _median_seconds(lambda: runner.run(chunks), budget)
     times = PartTimes(runner)
     with times.recording():

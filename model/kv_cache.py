@@ -1,7 +1,8 @@
 """The tensors of the paged KV cache: a key and a value tensor per layer, sized by its group's pool in a KVCachePlan.
 
 Memory is not initialised: attention never reads a slot that was not written, and on a host unused blocks then cost address space
-only. Which blocks belong to whom is decided elsewhere; block 0 of each pool is the null block, never written or read.
+only. Which blocks belong to whom is decided elsewhere; block 0 of each pool is the null block, never read, and written by nothing
+but rows that pad a batch.
 """
 
 from dataclasses import dataclass

@@ -100,11 +100,12 @@ class KVCacheSpec:
         max_num_batched_tokens: int,
         max_model_len: int,
         prefix_caching: bool,
+        setting: str = "--kv-cache-memory",
     ) -> KVCachePlan:
         """Split a budget: the proven local pool first, then the global pool, which alone drives admission.
 
         With prefix caching the local pool gets up to a quarter of the rest on top, so that recycled windows stay to be hit.
-        Raises ConfigError, naming the flags, when the budget is too small for one block of the global pool.
+        Raises ConfigError, naming the flags, when the budget, which ``setting`` gives, is too small for one global block.
         """
         num_local = self.local_pool_blocks(max_num_seqs, max_num_batched_tokens)
         rest = memory_bytes - num_local * self.local_block_bytes
@@ -112,8 +113,8 @@ class KVCacheSpec:
         if rest < smallest:
             need = num_local * self.local_block_bytes + smallest
             raise ConfigError(
-                f"--kv-cache-memory of {memory_bytes} bytes is too small: {max_num_seqs} sequences with a window of "
-                f"{self.sliding_window} tokens need at least {need} bytes. Raise --kv-cache-memory, or lower --max-num-seqs "
+                f"{setting} gives the KV cache {memory_bytes} bytes, too few: {max_num_seqs} sequences with a window of "
+                f"{self.sliding_window} tokens need at least {need} bytes. Raise {setting}, or lower --max-num-seqs "
                 f"or --max-num-batched-tokens."
             )
         if prefix_caching and self.local_block_bytes:

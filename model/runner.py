@@ -15,6 +15,8 @@ from tqdm import tqdm
 
 from model.batch import ForwardBatch, build_batch, to_device
 from model.config import Gemma3Config
+from model.cuda_graphs import CudaGraphDevice, DecodeGraphs, GraphDevice
+from model.device_memory import is_out_of_memory, remedy
 from model.errors import ConfigError
 from model.gemma3 import Gemma3
 from model.host import available_memory, cpu_computes_bfloat16
@@ -54,8 +56,8 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 def resolve_quantization(quantization: str, dtype: str) -> str:
     """What a --quantization value means: "auto" is "none" where a --dtype asks for the weights as they are."""
-    if quantization not in ("auto", "none", "int8", "int4"):
-        raise ConfigError(f"--quantization {quantization} is not supported. Use int8, int4, none or auto.")
+    if quantization not in ("auto", "none", "int8", "int4", "fp8"):
+        raise ConfigError(f"--quantization {quantization} is not supported. Use int8, int4, fp8, none or auto.")
     return "none" if quantization == "auto" and dtype != "auto" else quantization
 
 
@@ -73,6 +75,7 @@ class ModelRunner:
         self.sampler = Sampler(ops)
         self.max_logits_rows = MAX_LOGITS_ROWS if ops.device.type == "cpu" else MAX_LOGITS_ROWS_ON_DEVICE
         self.cache: KVCache | None = None
+        self._graphs: DecodeGraphs | None = None
         self.sample_seconds = 0.0  # so far; on a device that computes beside the host, waiting for the network is in it
         self.compile_seconds = 0.0  # until the operations were ready: long only when their kernels had to be compiled
         self._cache_bytes = self._baseline_bytes = 0
@@ -94,8 +97,8 @@ class ModelRunner:
     ) -> Self:
         """Load the weights of a checkpoint, one tensor at a time; the cache comes later, once its size is known.
 
-        ``quantization`` is "auto", "none", "int8" or "int4". ``num_valid_tokens``: ids from here on have no token and are never
-        sampled (a head may have more rows than the tokenizer has tokens); all of it when None. ``weight_cache``: where
+        ``quantization`` is "auto", "none", "int8", "int4" or "fp8". ``num_valid_tokens``: ids from here on have no token and are
+        never sampled (a head may have more rows than the tokenizer has tokens); all of it when None. ``weight_cache``: where
         packed weights are kept for the next load. ``shard``: the part of the model to load; all of it when None. Raises
         ConfigError for settings and CheckpointError for files.
         """
@@ -109,7 +112,8 @@ class ModelRunner:
         ops = select_ops(target, torch_dtype, resolve_quantization(quantization, dtype))
         compile_seconds = time.monotonic() - began
         num_valid_tokens = min(config.vocab_size, num_valid_tokens or config.vocab_size)
-        with torch.inference_mode():
+        advice = "Choose --quantization int8, a smaller model or a device with more memory."
+        with torch.inference_mode(), remedy("the weights", advice):
             model = Gemma3(config, ops, num_valid_tokens)
             if shard is not None:
                 shard.divide(model)
@@ -125,15 +129,39 @@ class ModelRunner:
 
     def allocate_cache(self, plan: KVCachePlan) -> None:
         """Make the tensors of both pools. Raises ConfigError when the device has no room for them."""
+        self._graphs = None  # they hold the addresses of the cache before
         try:
             self.cache = KVCache(self.config, plan, self.spec.block_size, self.ops.dtype, self.ops.device)
         except (RuntimeError, MemoryError) as error:
             size = (plan.global_bytes + plan.local_bytes) / 2**30
-            raise ConfigError(f"The device has no room for a KV cache of {size:.1f} GiB. Lower --kv-cache-memory.") from error
+            setting = "--kv-cache-memory"
+            if self.ops.device.type == "cuda":
+                setting += " or --gpu-memory-utilization"
+            raise ConfigError(f"The device has no room for a KV cache of {size:.1f} GiB. Lower {setting}.") from error
         self._cache_bytes = plan.global_bytes + plan.local_bytes
         if self.ops.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.ops.device)
             self._baseline_bytes = torch.cuda.memory_allocated(self.ops.device)
+
+    def release_cache(self) -> None:
+        """Forget the cache and what was captured over it."""
+        self.cache = self._graphs = None
+        self._cache_bytes = 0
+
+    def capture_graphs(self, sizes: Sequence[int], max_model_len: int, device: GraphDevice | None = None) -> None:
+        """From now on, steps of decodes alone are replayed, padded to the next of the ``sizes`` (``cuda_graphs.padded_sizes``).
+
+        Nothing on a CPU, unless a ``device`` for graphs is given.
+        """
+        if device is None:
+            if self.ops.device.type != "cuda":
+                return
+            device = CudaGraphDevice(self.ops.device)
+        with remedy("the CUDA graphs", "Lower --gpu-memory-utilization or --kv-cache-memory, or use --no-cuda-graphs."):
+            assert self.cache is not None, "allocate_cache() comes first"
+            graphs = DecodeGraphs(self.model, self.cache, self.spec, device, sizes, max_model_len)
+            graphs.capture()
+        self._graphs = graphs
 
     def free_memory(self) -> int:
         """Bytes that the device can still give to this process."""
@@ -180,21 +208,21 @@ class ModelRunner:
     def _launch(self, chunks: Sequence[SequenceChunk]) -> PendingStep:
         if not chunks:
             return PendingStep([])
-        batch, hidden = self._forward(chunks)
+        first_rows, hidden = self._run_network(chunks)
         if isinstance(chunks, DecodeChunks) and chunks.plain:
             return PendingStep(None, drawn=self._draw(hidden, chunks, chunks.positions, chunks.scratch))
         chunks = list(chunks)
         results: list[ChunkResult | None] = [None] * len(chunks)
         rest = {index: ChunkResult() for index, chunk in enumerate(chunks) if not chunk.plain}
-        self._pool(hidden, chunks, batch.first_rows, rest)
-        self._score_prompts(hidden, chunks, batch.first_rows, rest)
-        self._sample(hidden, chunks, batch.first_rows, rest)
+        self._pool(hidden, chunks, first_rows, rest)
+        self._score_prompts(hidden, chunks, first_rows, rest)
+        self._sample(hidden, chunks, first_rows, rest)
         for index, result in rest.items():
             results[index] = result
         plain = [index for index, chunk in enumerate(chunks) if chunk.plain]
         if not plain:
             return PendingStep(results)
-        last_rows = to_device(np.array([batch.first_rows[index + 1] - 1 for index in plain]), hidden.device)
+        last_rows = to_device(np.array([first_rows[index + 1] - 1 for index in plain]), hidden.device)
         drawing = [chunks[index] for index in plain]
         positions = np.array([chunk.position for chunk in drawing])
         return PendingStep(results, plain, self._draw(hidden[last_rows], drawing, positions, {}))
@@ -224,6 +252,13 @@ class ModelRunner:
     def hidden_states(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
         """Final hidden states [n, h] of every token of the chunks, one chunk after the other; writes the cache like ``run``."""
         return self._forward(chunks)[1]
+
+    def _run_network(self, chunks: Sequence[SequenceChunk]) -> tuple[Sequence[int], torch.Tensor]:
+        """(row of each chunk's first token and the total at the end, final hidden states [n, h] until the next step)."""
+        if self._graphs is not None and self._graphs.accepts(chunks):
+            return range(len(chunks) + 1), self._graphs.run(chunks)
+        batch, hidden = self._forward(chunks)
+        return batch.first_rows, hidden
 
     def _forward(self, chunks: Sequence[SequenceChunk]) -> tuple[ForwardBatch, torch.Tensor]:
         assert self.cache is not None, "allocate_cache() comes first"
@@ -280,13 +315,6 @@ class ModelRunner:
                     results[index].prompt_logprobs.append(entry)
                 else:
                     results[index].error = NOT_FINITE
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """torch has a type for it on CUDA alone; on CPUs only the text tells."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return any(text in str(error) for text in ("can't allocate memory", "not enough memory", "Cannot allocate memory"))
 
 
 def _slices(items: Sequence[T], length: int) -> Iterator[Sequence[T]]:

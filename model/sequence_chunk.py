@@ -27,7 +27,8 @@ class SequenceChunk:
 
     Query position p of the chunk is ``start + p``. Block tables are indexed by position // block_size and cover at least
     ``start + len(token_ids)`` positions; entry 0 is the null block (recycled, outside the window, never read). Tables and output
-    are the engine's own: they hold until the step ends.
+    are the engine's own: they hold until the step ends. A table that is the same list as in an earlier step holds the same
+    blocks, but for those that were added to its end or became the null block.
     """
 
     token_ids: Sequence[int]

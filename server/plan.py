@@ -8,14 +8,14 @@ from model.kv_cache_spec import KVCachePlan, KVCacheSpec, ceil_div
 
 FIT_LENGTHS = (1024, 8192, 32768)
 DTYPE_SIZES = {"float32": 4, "bfloat16": 2}
-# Share of the memory free after loading that the cache gets by default. On the host other programs and the activations of a
-# step live in the same memory; a CUDA device is the server's own.
-CACHE_SHARES = {"cpu": 0.5, "cuda": 0.9}
+# Share of the host's memory free after loading that the cache gets by default: other programs and the activations of a step live
+# in the same memory.
+HOST_CACHE_SHARE = 0.5
 
 
-def default_kv_cache_memory(free_bytes: int, device: str) -> int:
-    """Budget of the cache when --kv-cache-memory is not given; ``free_bytes`` is what is left after the weights."""
-    return int(free_bytes * CACHE_SHARES[device.partition(":")[0]])
+def default_kv_cache_memory(free_bytes: int) -> int:
+    """Budget of a cache in the host's memory when --kv-cache-memory is not given; ``free_bytes`` is what weights have left."""
+    return int(free_bytes * HOST_CACHE_SHARE)
 
 
 def effective_max_model_len(config: Gemma3Config, plan: KVCachePlan, max_model_len: int | None) -> int:

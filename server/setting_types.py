@@ -93,6 +93,17 @@ def number(minimum: float) -> Converter:
     return convert
 
 
+def share(value: object) -> float:
+    """A number above 0 and at most 1."""
+    try:
+        result = number(0)(value)
+    except ValueError:
+        result = 0.0
+    if not isinstance(result, float) or not 0 < result <= 1:
+        raise ValueError(f"expected a number above 0 and at most 1, got {value!r}")
+    return result
+
+
 def ascending_numbers(value: object) -> tuple[float, ...]:
     """Numbers above 0 in ascending order: a list, or text with commas or blanks between them."""
     elements = re.split(r"[\s,]+", value.strip()) if isinstance(value, str) else value

@@ -26,6 +26,7 @@ from server.setting_types import (
     number,
     parse_size,
     path,
+    share,
     text,
     texts,
     url,
@@ -113,9 +114,10 @@ class Settings:
     )
     quantization: str = _choices(
         "auto",
-        ("auto", "none", "int8", "int4"),
-        "Weights of linear layers as they are kept, whatever the checkpoint's own form. none: in --dtype; int8, int4: 8 or 4 "
-        "bits in groups of 32, on CPUs; auto: int8 on a CPU, or in --dtype where that is given.",
+        ("auto", "none", "int8", "int4", "fp8"),
+        "Weights of linear layers as they are kept, whatever the checkpoint's own form. none: in --dtype; int8: 8 bits, with a "
+        "scale for 32 inputs on CPUs and for each output on GPUs; int4: 4 bits in groups of 32, on CPUs; fp8: weights and their "
+        "inputs, on GPUs (Ada, Hopper and later); auto: int8 on a CPU, but in --dtype where that is given; none on a GPU.",
     )
     device: str = _choices("auto", ("auto", "cpu", "cuda"), "Where to compute. auto: a CUDA device when there is one.")
     tensor_parallel_size: int = _setting(
@@ -154,7 +156,19 @@ class Settings:
         parse_size,
         "Memory of the key-value cache on each device, such as 2GiB.",
         "SIZE",
-        shown="a share of what is free after loading",
+        shown="what --gpu-memory-utilization leaves, or on a CPU half of what is free after loading",
+    )
+    gpu_memory_utilization: float = _setting(
+        0.9,
+        share,
+        "Share of a CUDA device's memory that weights, activations, CUDA graphs, cache and whatever else is on it may take "
+        "together; not used where --kv-cache-memory is given.",
+        "SHARE",
+    )
+    cuda_graphs: bool = _switch(
+        True,
+        "Replay steps that only decode as CUDA graphs, captured at the start, for up to 256 sequences; not with "
+        "--tensor-parallel-size (vLLM's --enforce-eager is --no-cuda-graphs here).",
     )
     prefix_caching: bool = _switch(True, "Reuse the cache of earlier requests that began with the same tokens.")
     chat_template: Path | None = _setting(None, existing_file, "File with a Jinja chat template.", "FILE", shown="the model's")

@@ -24,6 +24,8 @@ SETTINGS = (
     "max_num_seqs",
     "block_size",
     "kv_cache_memory",
+    "gpu_memory_utilization",
+    "cuda_graphs",
     "cache_dir",
 )
 MOST_DEVIATION = 0.15

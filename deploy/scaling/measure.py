@@ -7,13 +7,15 @@ from pathlib import Path
 
 from deploy.scaling.timing import Curve, Profile, StepTiming, keys_read
 from model.checkpoint import open_checkpoint
+from model.cuda_graphs import padded_sizes
 from model.runner import ModelRunner
 from model.sampling_params import SamplingParams
 from server.engine.core import EngineCore
 from server.engine.kv_manager import KVCacheManager
+from server.engine.loaded import cache_budget, captures_graphs
 from server.engine.request import GenerationSpec
 from server.engine.scheduler import SchedulerConfig
-from server.plan import default_kv_cache_memory
+from server.plan import effective_max_model_len
 from server.settings import Settings
 from server.text.tokenizer import Tokenizer
 
@@ -60,16 +62,20 @@ class Meter:
             num_valid_tokens=tokenizer.num_known_tokens,
         )
         checkpoint.close()
-        memory = settings.kv_cache_memory or default_kv_cache_memory(self.runner.free_memory(), str(self.runner.ops.device))
+        memory, setting = cache_budget(settings, self.runner)
         self.plan = self.runner.spec.plan(
             memory,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_model_len=settings.max_model_len or config.max_position_embeddings,
             prefix_caching=settings.prefix_caching,
+            setting=setting,
         )
         self.runner.allocate_cache(self.plan)
         self.runner.warm_up()
+        if captures_graphs(settings):
+            max_model_len = effective_max_model_len(config, self.plan, settings.max_model_len)
+            self.runner.capture_graphs(padded_sizes(settings.max_num_seqs), max_model_len)
 
     def _core(self, max_num_batched_tokens: int) -> EngineCore:
         kv = KVCacheManager(self.runner.spec, self.plan.num_global_blocks, self.plan.num_local_blocks, prefix_caching=False)

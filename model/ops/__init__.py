@@ -53,9 +53,10 @@ class AttentionMetadata:
     window: int | None  # None: full causal attention
     block_size: int
     query_lens: tuple[int, ...]  # host copies, for backends that plan on the host
-    context_lens: tuple[int, ...]  # tokens in the cache once this step has written its own
+    # Tokens in the cache once this step has written its own; upper bounds in a step that is captured (model/cuda_graphs.py).
+    context_lens: tuple[int, ...]
     query_start: torch.Tensor  # int32 [num_seqs + 1]
-    context_lens_tensor: torch.Tensor  # int32 [num_seqs]
+    context_lens_tensor: torch.Tensor  # int32 [num_seqs]; 0 for a row that pads a captured step: it reads nothing
     # int32 [num_seqs, max_blocks], indexed by position // B. Entry 0 is the null block: recycled or padding, never to be read.
     block_table: torch.Tensor
     slot_mapping: torch.Tensor  # int64 [n]: block id * B + position % B, where each token's key and value are written
@@ -107,7 +108,7 @@ class Ops(ABC):
 
     @property
     def quantization(self) -> str:
-        """How linear weights are kept: "none", "int8" or "int4"."""
+        """How linear weights are kept: "none", "int8", "int4" or "fp8"."""
         return "none"
 
     # -- linear layers ---------------------------------------------------------------------------------------------------------
@@ -256,12 +257,17 @@ class Ops(ABC):
 def select_ops(device: torch.device, dtype: torch.dtype, quantization: str = "none") -> Ops:
     """The best backend for a device and compute dtype that works on this machine.
 
-    ``quantization``: "none" keeps weights as they are; "int8" and "int4" round those of linear layers to 8 or 4 bits; "auto" is
-    int8 where a backend has fast kernels for it, whose loss is too small to matter (docs/performance.md), and there keeps a copy
-    in bfloat16 for processors that multiply large batches in it faster. Raises ConfigError when no backend does what was asked.
+    ``quantization``: "none" keeps weights as they are; "int8" and "int4" round those of linear layers to 8 or 4 bits, "fp8" also
+    their inputs; "auto" is int8 on CPUs with fast kernels for it, whose loss is too small to matter (docs/performance.md), and
+    there keeps a copy in bfloat16 for processors that multiply large batches in it faster; elsewhere it is none. Raises
+    ConfigError when no backend does what was asked.
     """
     from model.ops.reference import ReferenceOps
 
+    if device.type == "cuda":
+        return _select_cuda_ops(device, dtype, quantization)
+    if quantization == "fp8":
+        raise ConfigError("--quantization fp8 needs a CUDA device. On a CPU, use int8, int4, none or auto.")
     if device.type == "cpu":
         from model.ops.cpu import CpuOps
         from model.ops.cpu_build import BuildError
@@ -276,15 +282,28 @@ def select_ops(device: torch.device, dtype: torch.dtype, quantization: str = "no
                     return CpuOps(device, dtype, quantization, use_matrix_hardware=False)
         except BuildError as error:
             logger.warning("The fast CPU kernels are not used: %s. Everything works, several times slower.", error)
-    if device.type == "cuda" and quantization in ("none", "auto"):
-        try:
-            from model.ops.cuda import CudaOps
-        except ImportError as error:
-            logger.warning("The CUDA kernels are not used: %s. Everything works, several times slower. Install triton.", error)
-        else:
-            return CudaOps(device, dtype)
     if quantization in ("int8", "int4"):
         raise ConfigError(
             f"--quantization {quantization} needs the compiled CPU kernels, which are not to be had here. Use none or auto."
         )
     return ReferenceOps(device, dtype)
+
+
+def _select_cuda_ops(device: torch.device, dtype: torch.dtype, quantization: str) -> Ops:
+    from model.ops.cuda_linear import QuantizedOps
+    from model.ops.reference import ReferenceOps
+
+    if quantization == "int4":
+        raise ConfigError("--quantization int4 is not supported on GPUs. Use int8, fp8 (Ada, Hopper and later) or none.")
+    try:
+        from model.ops.cuda import CudaOps, QuantizedCudaOps
+    except ImportError as error:
+        logger.warning("The CUDA kernels are not used: %s. Everything works, several times slower. Install triton.", error)
+        match quantization:
+            case "int8" | "fp8":
+                return QuantizedOps(device, dtype, quantization)
+        return ReferenceOps(device, dtype)
+    match quantization:
+        case "int8" | "fp8":
+            return QuantizedCudaOps(device, dtype, quantization)
+    return CudaOps(device, dtype)

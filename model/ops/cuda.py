@@ -15,8 +15,9 @@ import torch
 
 from model.errors import ConfigError
 from model.ops import AttentionMetadata, Candidates, LinearWeight
+from model.ops.cuda_linear import Int8Weight, QuantizedOps
 from model.ops.reference import PlainWeight, ReferenceOps
-from model.ops.triton_kernels import elementwise, paged_attention, sampling
+from model.ops.triton_kernels import elementwise, int8_linear, paged_attention, sampling
 from model.ops.triton_kernels.common import INTERPRETED
 from model.ops.triton_kernels.paged_attention import Device
 
@@ -109,3 +110,12 @@ class CudaOps(ReferenceOps):
         uniform: torch.Tensor,
     ) -> torch.Tensor:
         return sampling.draw(logits, temperature, top_p, min_p, uniform)
+
+
+class QuantizedCudaOps(QuantizedOps, CudaOps):
+    """The same with linear weights in 8 bits."""
+
+    def linear_int8(self, x: torch.Tensor, weight: Int8Weight) -> torch.Tensor:
+        if x.shape[0] > int8_linear.MAX_ROWS:
+            return super().linear_int8(x, weight)
+        return int8_linear.int8_linear(x, weight.data, weight.scales, self.traits.num_processors)

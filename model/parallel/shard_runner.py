@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from model.batch import ForwardBatch
+from model.device_memory import is_out_of_memory
 from model.parallel.group import Group
 from model.parallel.layers import DividedHead
-from model.runner import ModelRunner, is_out_of_memory
+from model.runner import ModelRunner
 from model.sequence_chunk import SequenceChunk
 
 

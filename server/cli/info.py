@@ -121,8 +121,8 @@ def _default_budget(spec: "KVCacheSpec", settings: Settings, weight_bytes: int, 
         global_bytes = ceil_div(4 * global_bytes, 3)
     least = local_blocks * spec.local_block_bytes + global_bytes
     free = available_memory() // settings.tensor_parallel_size - weight_bytes
-    if free > 0 and default_kv_cache_memory(free, "cpu") >= least:
-        return default_kv_cache_memory(free, "cpu")
+    if free > 0 and default_kv_cache_memory(free) >= least:
+        return default_kv_cache_memory(free)
     print(
         f"gemserve: this machine has too little memory for these settings; the plan is for a cache of {least:,} bytes, "
         f"the least that holds one request of {max_model_len:,} tokens",

@@ -29,6 +29,8 @@ LOCAL_SETTINGS = (
     "scheduling_policy",
     "block_size",
     "kv_cache_memory",
+    "gpu_memory_utilization",
+    "cuda_graphs",
     "prefix_caching",
     "chat_template",
     "strict_params",

@@ -5,6 +5,7 @@ imports no torch; calling ``load_engine`` does.
 """
 
 import logging
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from server.settings import Settings
 if TYPE_CHECKING:
     from model.checkpoint import Checkpoint
     from model.parallel.ranks import Ranks
+    from model.runner import ModelRunner
     from model.weight_cache import WeightCache
     from server.grammar.compiler import GrammarCompiler
     from server.text.tokenizer import Tokenizer
@@ -94,6 +96,30 @@ def _read(file: Path) -> str:
         raise ConfigError(f"--chat-template {file} is not readable text: {error}") from None
 
 
+def captures_graphs(settings: Settings) -> bool:
+    """Ranks that share a model would have to capture and replay together, which they do not: they run every step as it is."""
+    return settings.cuda_graphs and settings.tensor_parallel_size == 1
+
+
+def cache_budget(settings: Settings, runner: "ModelRunner") -> tuple[int, str]:
+    """Bytes for the cache, and the setting that they come from: as was said, else what a CUDA device has left, else a share of
+    the host's memory. To be called before there is a cache."""
+    if settings.kv_cache_memory is not None:
+        return settings.kv_cache_memory, "--kv-cache-memory"
+    from model.device_memory import profile_cuda_memory
+
+    profile = profile_cuda_memory(
+        runner,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=min(settings.max_model_len or sys.maxsize, runner.config.max_position_embeddings),
+        cuda_graphs=captures_graphs(settings),
+    )
+    if profile is None:
+        return default_kv_cache_memory(runner.free_memory()), "--kv-cache-memory"
+    return profile.cache_bytes(settings.gpu_memory_utilization), "--gpu-memory-utilization"
+
+
 def load_engine(
     settings: Settings,
     report_phase: Callable[[str], None] = lambda phase: None,
@@ -151,6 +177,7 @@ def _load_engine(
     phases.enter("import")
     if preloading is not None:
         preloading.join()
+    from model.cuda_graphs import padded_sizes
     from model.runner import ModelRunner
 
     if ranks is not None:
@@ -175,15 +202,14 @@ def _load_engine(
 
     phases.enter("cache")
     phases.split("weights", "compile", runner.compile_seconds)
-    memory = settings.kv_cache_memory
-    if memory is None:
-        memory = default_kv_cache_memory(runner.free_memory(), str(runner.ops.device))
+    memory, setting = cache_budget(settings, runner)
     plan = runner.spec.plan(
         memory,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_model_len=settings.max_model_len or config.max_position_embeddings,
         prefix_caching=settings.prefix_caching,
+        setting=setting,
     )
     max_model_len = effective_max_model_len(config, plan, settings.max_model_len)
     logger.info(
@@ -204,6 +230,8 @@ def _load_engine(
     runner.allocate_cache(plan)
     phases.enter("warmup")
     runner.warm_up()
+    if captures_graphs(settings):
+        runner.capture_graphs(padded_sizes(settings.max_num_seqs), max_model_len)
     phases.enter(None)
 
     kv = KVCacheManager(runner.spec, plan.num_global_blocks, plan.num_local_blocks, prefix_caching=settings.prefix_caching)

@@ -75,7 +75,7 @@ def test_a_cache_that_is_too_small_names_the_flags(capsys: pytest.CaptureFixture
 
 def test_default_budget_and_formats() -> None:
     assert available_memory() > 0
-    assert default_kv_cache_memory(1000, "cuda:0") == 900
+    assert default_kv_cache_memory(1000) == 500
     assert [format_bytes(size) for size in (512, 3072, 5 << 20, 3 << 30)] == ["512 B", "3 KiB", "5 MiB", "3.00 GiB"]
 
 

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from model.ops import AttentionMetadata
-from model.ops.triton_kernels import elementwise, paged_attention, sampling
+from model.ops.triton_kernels import elementwise, int8_linear, paged_attention, sampling
 
 # Bytes of shared memory that a program may have on the smallest card of the generation: consumer cards have less than an A100.
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
@@ -55,6 +55,9 @@ def run_layers(size: str, dtype: torch.dtype, device: paged_attention.Device) ->
     elementwise.rms_norm(x, meta(hidden), 1e-6)
     elementwise.norm_add_norm(x, x.clone(), meta(hidden), meta(hidden), 1e-6)
     elementwise.geglu(meta(100, 2 * intermediate, dtype=dtype))
+    for num_tokens in (1, 32, 100):
+        x = meta(num_tokens, intermediate, dtype=dtype)
+        int8_linear.int8_linear(x, meta(hidden, intermediate, dtype=torch.int8), meta(hidden), device.num_processors)
     cache = meta(1000, 16, num_kv_heads, head_dim, dtype=dtype)
     for num_tokens in (1, 100):
         elementwise.qk_norm_rope_cache_write(

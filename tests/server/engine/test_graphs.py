@@ -1,0 +1,79 @@
+"""Engine and network with decode steps replayed as graphs: requests get the same tokens as without, however they come and go."""
+
+import random
+
+import pytest
+import torch
+
+from model.cuda_graphs import padded_sizes
+from model.runner import ModelRunner
+from model.sampling_params import SamplingParams
+from server.engine.core import EngineCore
+from server.engine.kv_manager import KVCacheManager
+from server.engine.request import GenerationSpec, TokenOutput
+from server.engine.scheduler import SchedulerConfig
+from tests.model.graphs import BLOCK_SIZE, RerunDevice, make_model
+from tests.model.ops_cpu.harness import cpu_ops, needs_kernels
+from tests.model.tiny_models import CONFIG, random_prompt
+
+ABORTED = "r7"
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 9, 48, 160
+
+
+def answers(runner: ModelRunner, pool_tokens: int, device: RerunDevice | None) -> dict[str, list[int]]:
+    spec = runner.spec
+    memory = (pool_tokens // BLOCK_SIZE + 1) * spec.global_block_bytes
+    memory += spec.local_pool_blocks(MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS) * spec.local_block_bytes
+    plan = spec.plan(
+        memory,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        max_model_len=MAX_MODEL_LEN,
+        prefix_caching=False,
+    )
+    runner.allocate_cache(plan)
+    assert runner.cache is not None
+    for layer in runner.cache.layers:
+        layer.keys.fill_(torch.nan)
+        layer.values.fill_(torch.nan)
+    if device is not None:
+        runner.capture_graphs(padded_sizes(MAX_NUM_SEQS), MAX_MODEL_LEN, device)
+    kv = KVCacheManager(spec, plan.num_global_blocks, plan.num_local_blocks, prefix_caching=True)
+    config = SchedulerConfig(MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, plan.capacity_tokens, over_admission=True)
+    core = EngineCore(runner, kv, config, debug_invariants=True)
+    choose = random.Random(4)
+    shared = random_prompt(40, seed=1)
+    waiting = []
+    for index in range(24):
+        prompt = shared[: choose.randrange(40)] + random_prompt(choose.randrange(1, 30), seed=index)
+        sampling = SamplingParams(
+            max_tokens=choose.randrange(1, 70), temperature=choose.choice((0.0, 1.0)), seed=index, stop_token_ids=frozenset()
+        )
+        waiting.append(GenerationSpec(f"r{index}", prompt, sampling))
+    tokens: dict[str, list[int]] = {spec.request_id: [] for spec in waiting}
+    steps = 0
+    while waiting or core.has_work:
+        if waiting and steps % 3 == 0:
+            core.add(waiting.pop(0))
+        if steps == 60:
+            core.abort(ABORTED)
+        for request, event in core.step():
+            assert isinstance(event, TokenOutput), event
+            tokens[request.request_id] += event.token_ids
+        steps += 1
+    return tokens
+
+
+@needs_kernels
+@pytest.mark.parametrize("pool_tokens", [2000, 400], ids=["room for all", "preemption"])
+def test_requests_get_the_same_tokens_through_graphs(pool_tokens: int) -> None:
+    model = make_model(cpu_ops(torch.float32))
+    runner = ModelRunner(model, CONFIG.kv_cache_spec(BLOCK_SIZE, 4), model.ops)
+    expected = answers(runner, pool_tokens, None)
+    device = RerunDevice()
+    actual = answers(runner, pool_tokens, device)
+    aborted = list(zip(actual.pop(ABORTED), expected.pop(ABORTED), strict=False))  # at another token, if steps took other times
+    assert all(got == wanted for got, wanted in aborted)
+    assert actual == expected
+    assert len(device.replayed) > 50
+    assert {1, 2, 4, 8, 16} >= set(device.replayed) >= {4, 8, 16}
