@@ -23,7 +23,7 @@ from model.gemma3 import Gemma3
 from model.kv_cache import KVCache
 from model.kv_cache_spec import KVCacheSpec, ceil_div
 from model.ops import AttentionMetadata
-from model.sequence_chunk import SequenceChunk
+from model.sequence_chunk import DecodeChunks, SequenceChunk
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +180,8 @@ class DecodeGraphs:
         """Whether these chunks are a step that ``run`` can take: one token each, not too many, within the longest length."""
         if len(chunks) > self._num_rows:
             return False
+        if isinstance(chunks, DecodeChunks):
+            return int(chunks.starts.max()) < self._max_context
         return all(len(chunk.token_ids) == 1 and chunk.start < self._max_context for chunk in chunks)
 
     def run(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
@@ -241,13 +243,13 @@ class DecodeGraphs:
 def _fill(target: _StepInput, layout: DecodeLayout, size: int) -> None:
     """What the first ``size`` rows compute. Those of no sequence are padding: they write to the null block and read nothing."""
     count = len(layout.rows)
-    rows = torch.tensor(layout.rows)
+    rows = torch.from_numpy(layout.rows)
     columns = (target.token_ids, target.positions, target.global_slots, target.local_slots)
     for column, values in zip(
         columns, (layout.token_ids, layout.positions, layout.global_slots, layout.local_slots), strict=True
     ):
         column[count:size] = 0
-        column[rows] = torch.tensor(values)
+        column[rows] = torch.from_numpy(values)
     target.context_lens[count:size] = 0
     target.context_lens[:count] = (target.positions[:count] + 1).int()
     target.order[:count] = rows

@@ -3,14 +3,16 @@ eager one bit for bit. The same on a real device where there is one."""
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from model import cuda_graphs
+from model.block_tables import BlockTableRows
 from model.cuda_graphs import padded_sizes
 from model.decode_rows import DecodeRows
 from model.ops import select_ops
-from model.sequence_chunk import SequenceChunk
+from model.sequence_chunk import DecodeChunks, SequenceChunk
 from tests.model.graphs import (
     MAX_MODEL_LEN,
     MAX_NUM_SEQS,
@@ -84,7 +86,9 @@ def test_sampled_tokens_and_errors_are_those_of_eager_steps() -> None:
         runs.start(length, seed=length)
     for side, harness in enumerate((runs.graphed, runs.eager)):
         harness.cache.layers[0].values[runs.pairs[1][side].local_table[0], 3] = torch.inf
-    results = [harness.run([(pair[side], 1) for pair in runs.pairs]) for side, harness in enumerate((runs.graphed, runs.eager))]
+    results = [
+        list(harness.run([(pair[side], 1) for pair in runs.pairs])) for side, harness in enumerate((runs.graphed, runs.eager))
+    ]
     assert results[0] == results[1]
     assert [result.error is None for result in results[0]] == [True, False, True]
     for pair in runs.pairs:
@@ -157,20 +161,20 @@ def test_a_sequence_keeps_its_row_and_sends_only_new_blocks() -> None:
     rows = DecodeRows(num_rows=4, table_width=10, block_size=4, window=8)
     first, second, third = [11, 12], [21], [31, 32, 33]
     layout = rows.lay_out([decode(first, 7), decode(second, 2), decode(third, 8)])
-    assert layout.rows == [0, 1, 2]
-    assert layout.positions == [7, 2, 8]
-    assert layout.global_slots == layout.local_slots == [12 * 4 + 3, 21 * 4 + 2, 33 * 4]
+    assert layout.rows.tolist() == [0, 1, 2]
+    assert layout.positions.tolist() == [7, 2, 8]
+    assert layout.global_slots.tolist() == layout.local_slots.tolist() == [12 * 4 + 3, 21 * 4 + 2, 33 * 4]
     assert layout.places == [0, 1, 40, 41, 10, 50, 20, 21, 22, 60, 61, 62]
     assert layout.entries == [11, 12, 11, 12, 21, 21, 31, 32, 33, 31, 32, 33]
     third.append(34)
     layout = rows.lay_out([decode(second, 3), decode(third, 12), decode(first, 7)])
-    assert layout.rows == [1, 2, 0]
+    assert layout.rows.tolist() == [1, 2, 0]
     assert (layout.places, layout.entries) == ([23, 63], [34, 34])
     layout = rows.lay_out([decode(third, 13), decode(second, 3)])  # the first has ended: the last takes its row
-    assert layout.rows == [0, 1]
+    assert layout.rows.tolist() == [0, 1]
     assert layout.places == [0, 1, 2, 3, 41, 42, 43]  # of a local table, what the window reaches
     layout = rows.lay_out([decode(third, 14), decode(second, 3)])
-    assert (layout.rows, layout.places) == ([0, 1], [])
+    assert (layout.rows.tolist(), layout.places) == ([0, 1], [])
 
 
 def test_blocks_behind_the_window_are_not_sent() -> None:
@@ -178,7 +182,7 @@ def test_blocks_behind_the_window_are_not_sent() -> None:
     layout = rows.lay_out([decode([1, 2, 3, 4, 5, 6], 20, [0, 0, 0, 7, 8, 9])])
     assert layout.places == [0, 1, 2, 3, 4, 5, 13, 14, 15]
     assert layout.entries == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert layout.local_slots == [9 * 4]
+    assert layout.local_slots.tolist() == [9 * 4]
 
 
 def test_another_list_is_another_sequence_even_where_it_equals() -> None:
@@ -187,7 +191,7 @@ def test_another_list_is_another_sequence_even_where_it_equals() -> None:
     rows.lay_out([decode(table, 0)])
     assert rows.lay_out([decode(other, 0)]).places == [0, 8]
     assert rows.lay_out([decode(other, 1, [2])]).entries == [1, 2]  # the same global table, and not the same local one
-    assert rows.lay_out([decode(other, 1), decode(other, 1)]).rows == [0, 1]
+    assert rows.lay_out([decode(other, 1), decode(other, 1)]).rows.tolist() == [0, 1]
 
 
 def test_many_sequences_come_and_go_and_no_row_is_given_twice() -> None:
@@ -204,13 +208,65 @@ def test_many_sequences_come_and_go_and_no_row_is_given_twice() -> None:
                 table.append(shuffle.randrange(1, 1 << 20))
         batch = shuffle.sample(live, shuffle.randint(0, len(live)))
         layout = rows.lay_out([decode(table, position) for table, position in batch])
-        assert sorted(layout.rows) == list(range(len(batch)))
+        assert sorted(layout.rows.tolist()) == list(range(len(batch)))
         for place, entry in zip(layout.places, layout.entries, strict=True):
             device[place] = entry
         for row, (table, position) in zip(layout.rows, batch, strict=True):
             last, first = position // 4, max(0, position - 7) // 4
             assert device[row * 20 : row * 20 + last + 1] == table[: last + 1]
             assert device[320 + row * 20 + first : 320 + row * 20 + last + 1] == table[first : last + 1]
+
+
+def test_chunks_that_stay_the_same_take_no_loop_and_send_the_same() -> None:
+    """DecodeChunks, as the engine makes them: rows of tables that other sequences take over later."""
+    tables = BlockTableRows()
+    lists: dict[int, tuple[list[int], list[int]]] = {}
+    made = 0
+
+    def begin(blocks: list[int]) -> int:
+        row = tables.take()
+        lists[row] = ([], [])
+        grow(row, blocks)
+        return row
+
+    def grow(row: int, blocks: list[int]) -> None:
+        tables.append(row, len(lists[row][0]), blocks, blocks)
+        for table in lists[row]:
+            table.extend(blocks)
+
+    def chunks_of(*table_rows: int) -> DecodeChunks:
+        def make(index: int) -> SequenceChunk:
+            nonlocal made
+            made += 1
+            row = table_rows[index]
+            return SequenceChunk([9], int(chunks.starts[index]), *lists[row], GREEDY, samples=True, tables=tables, row=row)
+
+        chunks = DecodeChunks([GREEDY] * len(table_rows), [1] * len(table_rows), tables, table_rows, plain=True, make_chunk=make)
+        return chunks
+
+    rows = DecodeRows(num_rows=4, table_width=10, block_size=4, window=8)
+    first, second = begin([11, 12]), begin([21])
+    chunks = chunks_of(first, second)
+    chunks.move(np.array([5, 6]), np.array([7, 2]))
+    layout = rows.lay_out(chunks)
+    assert (layout.token_ids.tolist(), layout.positions.tolist()) == ([5, 6], [7, 2])
+    assert layout.global_slots.tolist() == [12 * 4 + 3, 21 * 4 + 2]
+    assert (layout.places, layout.entries) == ([0, 1, 40, 41, 10, 50], [11, 12, 11, 12, 21, 21])
+    grow(first, [13])
+    chunks.move(np.array([7, 8]), np.array([8, 3]))
+    made = 0
+    layout = rows.lay_out(chunks)
+    assert made == 0
+    assert (layout.places, layout.entries) == ([2, 42], [13, 13])
+    assert layout.local_slots.tolist() == [13 * 4, 21 * 4 + 3]
+    tables.give_back(first, 3)
+    third = begin([31])
+    assert third == first  # the same row of the tables, and another sequence
+    chunks = chunks_of(third, second)
+    chunks.move(np.array([7, 8]), np.array([1, 3]))
+    layout = rows.lay_out(chunks)
+    assert layout.rows.tolist() == [0, 1]
+    assert (layout.places, layout.entries) == ([0, 40], [31, 31])
 
 
 # -- on a device ---------------------------------------------------------------------------------------------------------------
