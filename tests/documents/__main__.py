@@ -4,16 +4,10 @@ complete is not valid. Serves the demo model itself unless told of a server or a
 import argparse
 import asyncio
 import contextlib
-import shlex
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 
-from tests.deploy.kustomize import ROOT
-from tests.deploy.replicas import Replica, wait_until
 from tests.documents.documents import MAX_TOKENS, run
+from tests.served import served
 
 
 def main() -> int:
@@ -27,7 +21,7 @@ def main() -> int:
     parser.add_argument("--url", help="a server that runs already")
     arguments = parser.parse_args()
     with contextlib.ExitStack() as stack:
-        url = arguments.url or stack.enter_context(_served(arguments.model, arguments.serve_arguments))
+        url = arguments.url or stack.enter_context(served(arguments.model, arguments.serve_arguments))
         summary = asyncio.run(
             run(
                 url,
@@ -40,23 +34,6 @@ def main() -> int:
         )
     print("\n".join(summary.lines()), flush=True)
     return 1 if summary.faults() else 0
-
-
-@contextlib.contextmanager
-def _served(model: str | None, more: str) -> Iterator[str]:
-    """The address of a server of its own."""
-    command = [sys.executable, "-m", "server", "serve", *([model] if model else []), "--port", "0", *shlex.split(more)]
-    with tempfile.TemporaryDirectory(prefix="gemserve-documents-") as folder:
-        log = Path(folder) / "server.log"
-        with log.open("wb") as output, subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT) as process:
-            replica = Replica(process, log)
-            try:
-                wait_until(replica.listen, "the server listens")
-                wait_until(replica.is_ready, "the server is ready", seconds=600)
-                yield replica.url
-            finally:
-                replica.client.close()
-                process.terminate()
 
 
 if __name__ == "__main__":
