@@ -39,7 +39,7 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 
 class Sampler:
-    """Samples from float32 logits [r, V] whose width is the number of valid tokens."""
+    """Samples from float32 logits [r, V] whose width is the number of valid tokens. ``sample`` may overwrite them."""
 
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
@@ -118,21 +118,24 @@ class Sampler:
         masks: Mapping[int, bytes],
         results: list[ChunkResult],
     ) -> torch.Tensor:
-        """Penalties, bias and masks on a copy; the raw logits stay for the log-probabilities."""
+        """Penalties, bias and masks: in place, or on a copy where the raw logits are still needed for log-probabilities."""
         editing = [row for row in rows if _is_edited(chunks[row])]
         if not editing:
             return logits
-        edited = logits.clone()
+        edited = logits.clone() if any(chunks[row].sampling.logprobs is not None for row in rows) else logits
         for row in editing:
             _edit_row(edited[row], chunks[row])
-        if masks:
-            masked = torch.tensor(list(masks)).to(logits.device)
-            allowed = _unpack(list(masks.values()), logits.shape[1], logits.device)
-            edited[masked] = edited[masked].masked_fill_(~allowed, -torch.inf)
-        alive = torch.isfinite(edited[editing].amax(dim=-1)).tolist()
-        for row, is_alive in zip(editing, alive, strict=True):
-            if not is_alive:
-                results[row].error = NOTHING_LEFT
+        packed = _packed_masks(list(masks.values()), logits.shape[1])
+        for row, bits in zip(masks, packed, strict=True):
+            mask_row(edited[row], bits)
+        nothing_left = [row for row, bits in zip(masks, packed, strict=True) if not bits.any()]
+        # What is finite and not masked stays finite, so rows without a second mask need no look at their logits.
+        masked = [row for row in editing if chunks[row].sampling.allowed_token_ids is not None or _masks_stop(chunks[row])]
+        if masked:
+            alive = torch.isfinite(edited[masked].amax(dim=-1)).tolist()
+            nothing_left += [row for row, is_alive in zip(masked, alive, strict=True) if not is_alive]
+        for row in nothing_left:
+            results[row].error = NOTHING_LEFT
         return edited
 
     # -- the draw --------------------------------------------------------------------------------------------------------------
@@ -222,14 +225,35 @@ def _grammar_masks(chunks: Sequence[SequenceChunk], rows: Sequence[int], results
     return masks
 
 
-def _unpack(masks: Sequence[bytes], vocab_size: int, device: torch.device) -> torch.Tensor:
-    """bool [len(masks), vocab_size] of masks of one bit per token; a shorter one allows nothing beyond its end."""
+def _packed_masks(masks: Sequence[bytes], vocab_size: int) -> np.ndarray:
+    """uint8 [len(masks), vocab_size / 8] of masks of one bit per token; a shorter one allows nothing beyond its end."""
     packed = np.zeros((len(masks), -(-vocab_size // 8)), dtype=np.uint8)
     for row, mask in zip(packed, masks, strict=True):
         length = min(len(row), len(mask))
         row[:length] = np.frombuffer(mask, dtype=np.uint8, count=length)
-    bits = torch.from_numpy(packed).to(device)[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=device)
-    return (bits & 1).view(len(masks), -1)[:, :vocab_size].bool()
+    if vocab_size % 8:
+        packed[:, -1] &= (1 << vocab_size % 8) - 1
+    return packed
+
+
+def mask_row(logits: torch.Tensor, allowed: np.ndarray) -> None:
+    """Leaves the logits [V] of the tokens whose bit is set. Most masks allow few tokens or forbid few: only those are touched one
+    by one, which is many times faster than a pass over all of them with a mask as wide as the row."""
+    if 2 * np.count_nonzero(allowed) <= len(allowed):
+        token_ids = _ids_of_bits(allowed).to(logits.device)
+        kept = logits[token_ids]
+        logits.fill_(-torch.inf)
+        logits[token_ids] = kept
+    else:
+        token_ids = _ids_of_bits(~allowed)
+        logits[token_ids[token_ids < len(logits)].to(logits.device)] = -torch.inf
+
+
+def _ids_of_bits(packed: np.ndarray) -> torch.Tensor:
+    """int64: where bits are set, the lowest bit of a byte first."""
+    places = np.flatnonzero(packed != 0)  # looking for true values is far faster than looking for numbers
+    bits = np.flatnonzero(np.unpackbits(packed[places], bitorder="little").view(np.bool_))
+    return torch.from_numpy(8 * places[bits >> 3] + (bits & 7))
 
 
 def _edit_row(logits: torch.Tensor, chunk: SequenceChunk) -> None:
