@@ -4,6 +4,7 @@ be that of the same weights in this process. Prints one line; exit code 1 when o
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,11 +32,14 @@ def main() -> int:
     )
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="of a continuation's log-probability")
     arguments = parser.parse_args()
+    program = shutil.which(arguments.program)
+    if program is None:
+        parser.error(f"--program {arguments.program} is not there; 'make lm-eval-test' installs it")
     with (
         served(arguments.model, arguments.serve_arguments) as url,
         tempfile.TemporaryDirectory(prefix="gemserve-lm-eval-") as folder,
     ):
-        results = _run(arguments.program, url, Path(folder))
+        results = _run(os.path.abspath(program), url, Path(folder))
     comparison = compare(Reference.load(arguments.model), questions(), results)
     print(comparison.line(), flush=True)
     for text in comparison.wrong_flags:
