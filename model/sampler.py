@@ -22,10 +22,6 @@ NOTHING_LEFT = (
     "No token is left to draw: allowed_token_ids, logit_bias, stop_token_ids, min_tokens and the grammar exclude every token."
 )
 MASK_64 = (1 << 64) - 1
-# [256, 8]: for each byte of a mask, what is added to the logits of its tokens.
-_SUMMANDS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf).astype(
-    np.float32
-)
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
@@ -130,7 +126,8 @@ class Sampler:
         for row in editing:
             _edit_row(edited[row], chunks[row])
         packed = _packed_masks(list(masks.values()), logits.shape[1])
-        _mask_rows(edited, list(masks), packed)
+        if masks:
+            self.ops.mask_rows(edited, torch.tensor(list(masks)).to(edited.device), torch.from_numpy(packed).to(edited.device))
         nothing_left = [row for row, bits in zip(masks, packed, strict=True) if not bits.any()]
         # What is finite and not masked stays finite, so rows without a second mask need no look at their logits.
         masked = [row for row in editing if chunks[row].sampling.allowed_token_ids is not None or _masks_stop(chunks[row])]
@@ -237,38 +234,6 @@ def _packed_masks(masks: Sequence[bytes], vocab_size: int) -> np.ndarray:
     if vocab_size % 8:
         packed[:, -1] &= (1 << vocab_size % 8) - 1
     return packed
-
-
-def _mask_rows(logits: torch.Tensor, rows: Sequence[int], packed: np.ndarray) -> None:
-    """Leaves of these rows of [r, V] the tokens whose bit is set."""
-    if logits.device.type == "cpu":
-        for row, allowed in zip(rows, packed, strict=True):
-            mask_row(logits[row], allowed)
-        return
-    index = torch.tensor(rows).to(logits.device)
-    bits = torch.from_numpy(packed).to(logits.device)[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device)
-    forbidden = (bits & 1).view(len(rows), -1)[:, : logits.shape[1]] == 0
-    logits[index] = logits[index].masked_fill_(forbidden, -torch.inf)
-
-
-def mask_row(logits: torch.Tensor, allowed: np.ndarray) -> None:
-    """The same of one row [V] on the CPU. Where few tokens are left, they alone are touched one by one; else a sum: its time does
-    not depend on the pattern of the mask, as that of a choice for each token does."""
-    if np.count_nonzero(allowed) <= len(allowed) // 16:
-        token_ids = _ids_of_bits(allowed)
-        kept = logits[token_ids]
-        logits.fill_(-torch.inf)
-        logits[token_ids] = kept
-    else:
-        summands = np.take(_SUMMANDS, allowed, axis=0, mode="clip").reshape(-1)
-        logits += torch.from_numpy(summands)[: len(logits)]
-
-
-def _ids_of_bits(packed: np.ndarray) -> torch.Tensor:
-    """int64: where bits are set, the lowest bit of a byte first."""
-    places = np.flatnonzero(packed != 0)  # looking for true values is far faster than looking for numbers
-    bits = np.flatnonzero(np.unpackbits(packed[places], bitorder="little").view(np.bool_))
-    return torch.from_numpy(8 * places[bits >> 3] + (bits & 7))
 
 
 def _edit_row(logits: torch.Tensor, chunk: SequenceChunk) -> None:

@@ -3,12 +3,11 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 import torch
 
 from model.grammar_state import GrammarFault
-from model.sampler import NOTHING_LEFT, mask_row
+from model.sampler import NOTHING_LEFT
 from model.sampling_params import SamplingParams
 from model.sequence_chunk import SequenceChunk
 from tests.model.test_sampler import GREEDY, RANDOM, SAMPLER, VOCAB, chunk, random_logits
@@ -120,19 +119,6 @@ def test_a_mask_of_another_width_allows_nothing_beyond_either_end(width: int) ->
     results = SAMPLER.sample(logits, [constrained(allowed, replace(RANDOM, seed=seed)) for seed in range(20)])
     limit = min(VOCAB, -(-width // 8) * 8)
     assert all(result.token_ids[0] < limit for result in results)
-
-
-@pytest.mark.parametrize("share", [0.0005, 0.02, 0.3, 0.7, 0.98, 0.9995, 1.0])
-@pytest.mark.parametrize("vocab", [VOCAB, VOCAB + 3])
-def test_masks_of_every_density_leave_exactly_their_tokens(share: float, vocab: int) -> None:
-    generator = torch.Generator().manual_seed(int(share * 1000) + vocab)
-    allowed = torch.nonzero(torch.rand(vocab, generator=generator) < share)[:, 0].tolist() or [vocab - 1]
-    logits = random_logits(vocab=vocab)
-    packed = np.frombuffer(only(allowed, vocab).bits or b"", dtype=np.uint8)
-    expected = torch.full((vocab,), -torch.inf)
-    expected[allowed] = logits[0, allowed]
-    mask_row(logits[0], packed)
-    assert torch.equal(logits[0], expected)
 
 
 def test_raw_logits_are_kept_where_another_row_reports_them() -> None:
