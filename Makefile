@@ -12,6 +12,8 @@ INPUTS := pyproject.toml constraints.txt
 .PHONY: run test lint format docs bench soak overload fuzz schema-test sanitize prometheus-test nginx-test image-test \
   router-test ray-test scaling-check gpu-test gpu-compile sizes-test clean
 
+  router-test ray-test documents-test lm-eval-test scaling-check gpu-test gpu-compile clean
+
 run: .venv/demo.stamp
 	$(BIN)/gemserve serve --host 127.0.0.1 --port 8000 $(ARGS)
 
@@ -98,6 +100,14 @@ scaling-check: .venv/demo.stamp
 ray-test: .venv/ray.stamp
 	$(BIN)/python -m tests.ray_serve $(ARGS)
 
+# 1,000 JSON documents over 20 schemas by the demo model at temperature 1, each checked.
+documents-test: .venv/test.stamp
+	$(BIN)/python -m tests.documents --documents 1000 $(ARGS)
+
+# lm-eval scores 100 questions over HTTP; every log-probability against the same weights in one process.
+lm-eval-test: .venv/test.stamp .venv/lm-eval.stamp
+	$(BIN)/python -m tests.lm_eval --program .venv/lm-eval/bin/lm_eval $(ARGS)
+
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
@@ -111,6 +121,11 @@ $(BIN)/python:
 
 .venv/router.stamp: .venv/test.stamp
 	$(PIP) -e '.[demo,test,router]'
+	touch $@
+
+.venv/lm-eval.stamp: tests/lm_eval/requirements.txt | $(BIN)/python
+	$(PYTHON) -m venv .venv/lm-eval
+	.venv/lm-eval/bin/python -m pip install --disable-pip-version-check --no-input -r $<
 	touch $@
 
 .venv/ray.stamp: .venv/test.stamp

@@ -28,7 +28,7 @@ NOTHING_LEFT = (
 
 
 class Sampler:
-    """Samples from float32 logits [r, V] whose width is the number of valid tokens."""
+    """Samples from float32 logits [r, V] whose width is the number of valid tokens. ``sample`` may overwrite them."""
 
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
@@ -130,21 +130,24 @@ class Sampler:
         masks: Mapping[int, bytes],
         results: list[ChunkResult],
     ) -> torch.Tensor:
-        """Penalties, bias and masks on a copy; the raw logits stay for the log-probabilities."""
+        """Penalties, bias and masks: in place, or on a copy where the raw logits are still needed for log-probabilities."""
         editing = [row for row in rows if _is_edited(chunks[row])]
         if not editing:
             return logits
-        edited = logits.clone()
+        edited = logits.clone() if any(chunks[row].sampling.logprobs is not None for row in rows) else logits
         for row in editing:
             _edit_row(edited[row], chunks[row])
+        packed = _packed_masks(list(masks.values()), logits.shape[1])
         if masks:
-            masked = torch.tensor(list(masks)).to(logits.device)
-            allowed = _unpack(list(masks.values()), logits.shape[1], logits.device)
-            edited[masked] = edited[masked].masked_fill_(~allowed, -torch.inf)
-        alive = torch.isfinite(edited[editing].amax(dim=-1)).tolist()
-        for row, is_alive in zip(editing, alive, strict=True):
-            if not is_alive:
-                results[row].error = NOTHING_LEFT
+            self.ops.mask_rows(edited, torch.tensor(list(masks)).to(edited.device), torch.from_numpy(packed).to(edited.device))
+        nothing_left = [row for row, bits in zip(masks, packed, strict=True) if not bits.any()]
+        # What is finite and not masked stays finite, so rows without a second mask need no look at their logits.
+        masked = [row for row in editing if chunks[row].sampling.allowed_token_ids is not None or _masks_stop(chunks[row])]
+        if masked:
+            alive = torch.isfinite(edited[masked].amax(dim=-1)).tolist()
+            nothing_left += [row for row, is_alive in zip(masked, alive, strict=True) if not is_alive]
+        for row in nothing_left:
+            results[row].error = NOTHING_LEFT
         return edited
 
     # -- the draw --------------------------------------------------------------------------------------------------------------
@@ -235,14 +238,15 @@ def _grammar_masks(chunks: Sequence[SequenceChunk], rows: Sequence[int], results
     return masks
 
 
-def _unpack(masks: Sequence[bytes], vocab_size: int, device: torch.device) -> torch.Tensor:
-    """bool [len(masks), vocab_size] of masks of one bit per token; a shorter one allows nothing beyond its end."""
+def _packed_masks(masks: Sequence[bytes], vocab_size: int) -> np.ndarray:
+    """uint8 [len(masks), vocab_size / 8] of masks of one bit per token; a shorter one allows nothing beyond its end."""
     packed = np.zeros((len(masks), -(-vocab_size // 8)), dtype=np.uint8)
     for row, mask in zip(packed, masks, strict=True):
         length = min(len(row), len(mask))
         row[:length] = np.frombuffer(mask, dtype=np.uint8, count=length)
-    bits = torch.from_numpy(packed).to(device)[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=device)
-    return (bits & 1).view(len(masks), -1)[:, :vocab_size].bool()
+    if vocab_size % 8:
+        packed[:, -1] &= (1 << vocab_size % 8) - 1
+    return packed
 
 
 def _edit_row(logits: torch.Tensor, chunk: SequenceChunk) -> None:

@@ -62,12 +62,14 @@ def create_app(
         _start_loading(app, state, factory)
         interval = settings.log_stats_interval
         stats_log = asyncio.create_task(log_stats(state, metrics, interval)) if interval else None
+        grammar_warm_up = asyncio.create_task(_warm_up_grammars(state))
         try:
             yield
         finally:
             state.is_stopping = True
             if stats_log is not None:
                 stats_log.cancel()
+            grammar_warm_up.cancel()
             if state.loaded is not None:
                 await state.loaded.engine.drain(0.0)  # the command line has waited for running requests before
                 await state.loaded.engine.stop()
@@ -109,6 +111,16 @@ def create_app(
     app.add_exception_handler(ClientDisconnectedError, _on_disconnect)
     app.openapi = lambda: openapi_document(app, settings)  # type: ignore[method-assign]
     return app
+
+
+async def _warm_up_grammars(state: ServerState) -> None:
+    await state.loaded_once.wait()
+    loaded = state.loaded
+    assert loaded is not None
+    try:
+        await loaded.grammars.warm_up_when_idle(lambda: loaded.engine.stats.num_running + loaded.engine.stats.num_waiting == 0)
+    except Exception as error:  # the first request with a constraint tries again, and is told
+        logger.warning("structured output could not be prepared: %s", str(error) or type(error).__name__)
 
 
 def _log_death(error: BaseException) -> None:

@@ -228,6 +228,13 @@ class Ops(ABC):
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """The likeliest token of each row, the lowest id among equals: float32 [r, V] -> int64 [r]."""
 
+    def mask_rows(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+        """Set to -inf what the masks forbid, in place: logits float32 [r, V], rows int64 [m] without repeats, masks uint8
+        [m, ceil(V / 8)], a bit for each token, the lowest bit of a byte first. All on the same device."""
+        bits = masks[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=masks.device)
+        forbidden = (bits & 1).view(len(rows), -1)[:, : logits.shape[1]] == 0
+        logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)
+
     @abstractmethod
     def top_candidates(self, logits: torch.Tensor, k: int, temperature: torch.Tensor) -> Candidates:
         """The k likeliest tokens of each row and the row's whole mass, without sorting the vocabulary.

@@ -320,6 +320,14 @@ class CpuOps(ReferenceOps):
         self._library.argmax(logits.data_ptr(), *logits.shape, result.data_ptr(), torch.get_num_threads())
         return result
 
+    def mask_rows(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+        if not logits.is_contiguous():
+            super().mask_rows(logits, rows, masks)
+            return
+        rows, masks = rows.contiguous(), masks.contiguous()
+        pointers = logits.data_ptr(), rows.data_ptr()
+        self._library.mask_rows(*pointers, len(rows), logits.shape[1], masks.data_ptr(), torch.get_num_threads())
+
     def top_candidates(self, logits: torch.Tensor, k: int, temperature: torch.Tensor) -> Candidates:
         num_rows, size = logits.shape
         logits, temperature = logits.contiguous(), temperature.contiguous()

@@ -201,6 +201,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "decoder_layer": (arguments, arguments),
         "all_finite": (pointer, long, long, pointer, int_),
         "argmax": (pointer, long, long, pointer, int_),
+        "mask_rows": (pointer, pointer, long, long, pointer, int_),
         "top_candidates": (pointer, long, long, long, pointer, pointer, pointer, pointer, int_),
         "dequantize": (pointer, pointer, long, int_, pointer, int_),
         "draw": (pointer, long, long, pointer, pointer, pointer, pointer, pointer, int_),

@@ -13,6 +13,7 @@ from server.settings import SettingsError
 
 BOS = 2
 FIRST_ID, LAST_ID = 2000, 60_000  # plain word pieces of Gemma's vocabulary
+TOKENS_PER_RECORD = 12  # the least that a record of the constraint takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,21 @@ class Workload:
         if self.top_p is not None:
             body["top_p"] = self.top_p
         return body
+
+
+def constraint(output_tokens: int) -> dict[str, object]:
+    """A schema for a request of so many tokens: records of the usual kinds of values, in an array that cannot end before."""
+    values: dict[str, object] = {
+        "name": {"type": "string", "maxLength": 40},
+        "kind": {"enum": ["animal", "plant", "mineral", "idea"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 1000},
+        "weight": {"type": "number"},
+        "known": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{2,8}$"}, "maxItems": 3},
+    }
+    record = {"type": "object", "properties": values, "required": list(values), "additionalProperties": False}
+    schema = {"type": "array", "items": record, "minItems": output_tokens // TOKENS_PER_RECORD + 1}
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "records", "schema": schema}}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ import asyncio
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -20,8 +20,11 @@ COMPLETIONS = "/v1/completions"
 
 @dataclass(frozen=True, slots=True)
 class Target:
+    """One server, and what its requests have beyond those of the workload."""
+
     name: str
     url: str
+    fields: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     @classmethod
     def parse(cls, text: str) -> "Target":
@@ -97,26 +100,32 @@ async def measure(
     request_timeout: float = 600.0,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Measurement]:
-    """One measurement per concurrency and server. Every server gets the same prompts in the same order, each prompt once."""
+    """One measurement per concurrency and target. Every server gets the same prompts in the same order, each prompt once; targets
+    on one server have prompts of their own, so that none finds another's in the cache."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(timeout=request_timeout, limits=limits, headers=headers, trust_env=False) as client:
         models = {target: model or await _first_model(client, target) for target in targets}
         prompts = workload.prompts()
+        shares_server = len({target.url for target in targets}) < len(targets)
         warm_up = list(itertools.islice(prompts, num_warmup))
         for target in targets:
             for prompt in warm_up:
-                await send(client, target.url + COMPLETIONS, workload.body(models[target], prompt))
+                await send(client, target.url + COMPLETIONS, {**workload.body(models[target], prompt), **target.fields})
         measurements: list[Measurement] = []
         for concurrency in concurrencies:
             row = [Measurement(target, concurrency, models[target], workload.prompt_tokens) for target in targets]
             measurements += row
             for index in range(num_rounds):
                 count = max(1, num_requests * (index + 1) // num_rounds - num_requests * index // num_rounds)
-                batch = list(itertools.islice(prompts, count))
+                batches = [list(itertools.islice(prompts, count))] * len(row)
+                if shares_server:
+                    batches[1:] = [list(itertools.islice(prompts, count)) for _ in row[1:]]
+                turns = list(zip(row, batches, strict=True))
                 # The order turns round by round: whoever goes first meets a cooler machine.
-                for measurement in row if index % 2 == 0 else reversed(row):
-                    bodies = [workload.body(measurement.model, prompt) for prompt in batch]
+                for measurement, batch in turns if index % 2 == 0 else reversed(turns):
+                    target = measurement.target
+                    bodies = [{**workload.body(measurement.model, prompt), **target.fields} for prompt in batch]
                     before = await engine_seconds(client, measurement.target.url)
                     started = time.perf_counter()
                     measurement.results += await _closed_loop(client, measurement, bodies)

@@ -19,6 +19,11 @@ def add_parser(commands: "Subparsers") -> None:
         help="Servers to measure in one run, taking turns; the first is the base of the ratios.",
     )
     parser.add_argument(
+        "--constrained",
+        action="store_true",
+        help="Send each round twice, free and with a JSON schema that can't end before --output-tokens; the ratio is the cost.",
+    )
+    parser.add_argument(
         "--start",
         type=int,
         metavar="N",
@@ -66,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     import json
     import sys
 
-    from server.bench.load import Workload
+    from server.bench.load import Workload, constraint
     from server.bench.report import render_table, result_values
     from server.bench.run import Target, measure
     from server.settings import SettingsError
@@ -78,6 +83,11 @@ def run(arguments: argparse.Namespace) -> int:
     if bool(arguments.url) == bool(arguments.compare):
         raise SettingsError("bench: give either one URL or --compare NAME=URL NAME=URL")
     targets = [Target.parse(text) for text in arguments.compare or [f"server={arguments.url}"]]
+    if arguments.constrained:
+        if arguments.compare:
+            raise SettingsError("bench: --constrained compares one server with itself; give one URL, not --compare")
+        url = targets[0].url
+        targets = [Target("free", url), Target("constrained", url, constraint(arguments.output_tokens))]
     if len({target.name for target in targets}) != len(targets):
         raise SettingsError("--compare: every server needs a name of its own")
     if min(arguments.concurrency) < 1 or arguments.requests < 1 or arguments.rounds < 1 or arguments.warmup < 0:

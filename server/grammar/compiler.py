@@ -34,6 +34,8 @@ _ENDLESS = f"begins with more than {MAX_FORCED_BYTES} bytes that leave no choice
 # The library descends by recursion, some 10 kB for each reference of a chain; the size limits keep chains below 16 000.
 COMPILE_STACK_BYTES = 512 * 1024 * 1024
 MAX_MASK_THREADS = 8
+IDLE_SECONDS = 2.0
+IDLE_POLLS = 8  # in that time
 
 # Beside the defaults, which stand for 20 ms of work for the first lexer and 15 ms for a mask. A lexer state takes 1 to 2 kB; the
 # states of a request share them. Each property that may be left out is an item in the row.
@@ -60,7 +62,8 @@ class CompiledGrammar:
 
 
 class GrammarCompiler:
-    """One per loaded model. The view of the vocabulary is made when it is first needed, by ``warm_up`` or a compilation."""
+    """One per loaded model. The view of the vocabulary is made in the first idle moment, or by ``warm_up`` or a compilation where
+    it is needed before."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -70,6 +73,11 @@ class GrammarCompiler:
         self._mask_threads = ThreadPoolExecutor(min(MAX_MASK_THREADS, os.cpu_count() or 1), "gemserve-mask")
         self._places = asyncio.Semaphore(COMPILE_THREADS)
         self._sound_schemas = SoundSchemas()
+
+    @property
+    def is_warm(self) -> bool:
+        """The view of the vocabulary is there."""
+        return self._vocabulary is not None
 
     async def compile(self, source: GrammarSource) -> CompiledGrammar:
         """Raises GrammarError, CompilerBusyError. Its time counts from when one of the places is free and the view of the
@@ -168,6 +176,17 @@ class GrammarCompiler:
                 plain = LLTokenizer(TokenizerWrapper(_Vocabulary(self._tokenizer)), slices=[])
                 self._vocabulary = plain.with_slices(LLTokenizer.general_slices())
             return self._vocabulary
+
+    async def warm_up_when_idle(self, is_idle: Callable[[], bool]) -> None:
+        """Make the view in the first moment in which nothing has run for IDLE_SECONDS: the library keeps the interpreter's lock
+        meanwhile, and would hold up streams. Returns when it is there; a request with a constraint does not wait for such a
+        moment."""
+        quiet_polls = 0
+        while self._vocabulary is None:
+            await asyncio.sleep(IDLE_SECONDS / IDLE_POLLS)
+            quiet_polls = quiet_polls + 1 if is_idle() else 0
+            if quiet_polls >= IDLE_POLLS and self._vocabulary is None:
+                await self._vocabulary_made()
 
     def close(self) -> None:
         """Let the threads end; what is being computed is finished."""

@@ -3,11 +3,12 @@
 import itertools
 import json
 
+import jsonschema
 import pytest
 
 from server.__main__ import main
 from server.bench.engine_share import EngineSeconds
-from server.bench.load import Workload
+from server.bench.load import TOKENS_PER_RECORD, Workload, constraint
 from server.settings import SettingsError
 from tests.cli.fake_server import fake_server
 
@@ -43,6 +44,29 @@ def test_compare_alternates_and_gives_both_the_same_prompts(capsys: pytest.Captu
     assert sorted(body["prompt"] for body in one.bodies) == sorted(body["prompt"] for body in two.bodies)
 
 
+def test_constrained_takes_turns_with_free_on_one_server(capsys: pytest.CaptureFixture[str]) -> None:
+    with fake_server() as server:
+        assert main(["bench", server.url, *SMALL, "--rounds", "2", "--concurrency", "2", "--constrained", "--json"]) == 0
+    output = capsys.readouterr()
+    assert [line.split(":")[0] for line in output.err.splitlines()] == ["free", "constrained", "constrained", "free"]
+    free, constrained = json.loads(output.out)["results"]
+    assert (free["server"], constrained["server"], free["ratio"]) == ("free", "constrained", 1.0)
+    assert constrained["ratio"] > 0
+    measured = server.bodies[2:]  # after one warm-up of each
+    assert [sum("response_format" in body for body in bodies) for bodies in (server.bodies[:2], measured)] == [1, 4]
+    assert len({tuple(body["prompt"]) for body in measured}) == 8
+
+
+def test_the_constraint_has_enough_records_for_the_limit() -> None:
+    response_format = constraint(128)["response_format"]
+    assert isinstance(response_format, dict)
+    schema = response_format["json_schema"]["schema"]
+    shortest = {"name": "", "kind": "idea", "count": 0, "weight": 0, "known": True, "tags": []}
+    jsonschema.validate([shortest] * (128 // TOKENS_PER_RECORD + 1), schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate([shortest] * (128 // TOKENS_PER_RECORD), schema)
+
+
 @pytest.mark.parametrize("options", [{"fail_with": 503}, {"break_stream": True}])
 def test_failures_are_counted_and_give_1(options: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:
     with fake_server(**options) as server:
@@ -74,6 +98,7 @@ def test_prompts_depend_on_the_seed_and_share_the_prefix_asked_for() -> None:
         (["--compare", "a=http://127.0.0.1:1", "a=http://127.0.0.1:1"], "a name of its own"),
         (["http://127.0.0.1:1"], "lists no models"),
         (["http://127.0.0.1:1", "--concurrency", "0"], "must be at least 1"),
+        (["--compare", "a=http://127.0.0.1:1", "b=http://127.0.0.1:2", "--constrained"], "compares one server with itself"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,6 @@
 """The request of lm-eval's local-completions, read exactly as lm-eval reads it, against logits computed in this process."""
 
 from collections.abc import Iterator
-from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from model.sampling_params import SamplingParams
 from model.sequence_chunk import SequenceChunk
 from tests.http.cache.tiny_server import NUM_TOKENS, TOLERANCE, ids, tiny_server
 from tests.http.live_server import LiveServer
+from tests.lm_eval.client import parse_logprobs, scoring_body
 from tests.tiny import tiny_config, tiny_runner, write_tiny_folder
 
 EOS = 1
@@ -24,21 +24,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     with tiny_server(write_tiny_folder(tmp_path_factory.mktemp("tiny"))) as live:
         yield live
     torch.set_num_threads(before)
-
-
-def scoring_body(prompts: list[list[int]]) -> dict[str, Any]:
-    return {"model": "tiny", "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
-
-
-def parse_logprobs(answer: dict[str, Any], context_lengths: list[int]) -> list[tuple[float, bool]]:
-    """(sum, is greedy) of each continuation. The last entry is taken for the generated token; values are compared as floats."""
-    results = []
-    for choice, context_length in zip(sorted(answer["choices"], key=itemgetter("index")), context_lengths, strict=True):
-        values = choice["logprobs"]["token_logprobs"][context_length:-1]
-        tops = choice["logprobs"]["top_logprobs"][context_length:-1]
-        is_greedy = all(value == max(top.values()) for value, top in zip(values, tops, strict=True))
-        results.append((sum(values), is_greedy))
-    return results
 
 
 def reference_logprobs(prompt: list[int]) -> torch.Tensor:
@@ -76,7 +61,7 @@ def test_sums_and_greedy_flags_are_those_of_the_model(tiny: LiveServer) -> None:
             prompts.append(context + continuation)
             lengths.append(context_length)
     name = tiny.client.get("/v1/models").json()["data"][0]["id"]
-    answer = tiny.complete(**{**scoring_body(prompts), "model": name})
+    answer = tiny.complete(**scoring_body(name, prompts))
     results = parse_logprobs(answer, lengths)
     assert [is_greedy for _, is_greedy in results] == [True, False] * len(CONTEXT_LENGTHS)
     for prompt, length, (total, _) in zip(prompts, lengths, results, strict=True):
@@ -88,7 +73,7 @@ def test_sums_and_greedy_flags_are_those_of_the_model(tiny: LiveServer) -> None:
 @pytest.mark.parametrize("options", [{}, {"logit_bias": {str(EOS): 100}}, {"allowed_token_ids": [EOS]}])
 def test_there_is_exactly_one_generated_entry_whatever_it_is(tiny: LiveServer, options: dict[str, Any]) -> None:
     prompts = [ids(length, length) for length in CONTEXT_LENGTHS]
-    body = scoring_body(prompts)
+    body = scoring_body("tiny", prompts)
     del body["model"]
     answer = tiny.complete(**body, **options)
     for prompt, choice in zip(prompts, answer["choices"], strict=True):
@@ -105,7 +90,7 @@ def test_there_is_exactly_one_generated_entry_whatever_it_is(tiny: LiveServer, o
 
 def test_a_second_run_from_the_prefix_cache_scores_the_same(tiny: LiveServer) -> None:
     prompts = [ids(90, 7) + ids(8, seed)[1:] for seed in range(3)]
-    body = scoring_body(prompts)
+    body = scoring_body("tiny", prompts)
     del body["model"]
     first = parse_logprobs(tiny.complete(**body), [90] * 3)
     tiny.complete(prompt=prompts[0], max_tokens=4)

@@ -30,7 +30,7 @@ def random_logits(rows: int = 1, vocab: int = VOCAB, seed: int = 0, scale: float
 
 def draw(logits: torch.Tensor, sampling: SamplingParams, **more: Any) -> int:
     """One token from one row [V]."""
-    result = SAMPLER.sample(logits[None], [chunk(sampling, **more)])[0]
+    result = SAMPLER.sample(logits[None].clone(), [chunk(sampling, **more)])[0]
     assert result.error is None
     return result.token_ids[0]
 

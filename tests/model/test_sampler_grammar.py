@@ -119,3 +119,12 @@ def test_a_mask_of_another_width_allows_nothing_beyond_either_end(width: int) ->
     results = SAMPLER.sample(logits, [constrained(allowed, replace(RANDOM, seed=seed)) for seed in range(20)])
     limit = min(VOCAB, -(-width // 8) * 8)
     assert all(result.token_ids[0] < limit for result in results)
+
+
+def test_raw_logits_are_kept_where_another_row_reports_them() -> None:
+    logits = random_logits(2)
+    raw = logits.clone()
+    chunks = [constrained(only({5})), chunk(replace(GREEDY, logprobs=0))]
+    reported = SAMPLER.sample(logits, chunks)[1].logprobs[0].logprob
+    assert torch.equal(logits, raw)
+    assert reported == pytest.approx(float(raw[1].log_softmax(0).max()), abs=1e-4)  # float32 rounding

@@ -126,6 +126,26 @@ void argmax(const float* logits, int64_t rows, int64_t size, int64_t* token_ids,
     token_ids[row] = std::min_element(&pieces[row * count], &pieces[row * count] + count)->id;
 }
 
+// Leaves of these rows the logits whose bit is set, the lowest bit of a byte first; each mask has ceil(size / 8) bytes.
+void mask_rows(float* logits, const int64_t* rows, int64_t count, int64_t size, const uint8_t* masks, int32_t threads) {
+  static_assert(PIECE % 8 == 0, "a byte of a mask belongs to one piece");
+  each_piece(count, size, threads, [&](int64_t, int64_t index, int64_t first, int64_t last) {
+    const uint8_t* mask = masks + index * ceil_div(size, 8);
+    float* x = logits + rows[index] * size;
+    int64_t i = first;
+    for (; i + 8 <= last; i += 8) {
+      const int32_t bits = mask[i / 8];
+      if (bits == 0xFF) continue;
+      int32_t kept[8];  // without branches: the pattern of a mask can't be foretold
+      std::memcpy(kept, x + i, sizeof kept);
+      for (int j = 0; j < 8; ++j) kept[j] = (bits >> j & 1) ? kept[j] : static_cast<int32_t>(0xFF800000u);  // -infinity
+      std::memcpy(x + i, kept, sizeof kept);
+    }
+    for (; i < last; ++i)
+      if (!(mask[i / 8] >> (i % 8) & 1)) x[i] = NEVER;
+  });
+}
+
 void top_candidates(const float* logits, int64_t rows, int64_t size, int64_t k, const float* temperature, float* values,
                     int64_t* token_ids, float* log_total, int32_t threads) {
   const int64_t count = ceil_div(size, PIECE);

@@ -37,6 +37,25 @@ def test_argmax_takes_the_lowest_id_among_equals(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.999, 1.0])
+def test_masks_leave_exactly_their_tokens_of_their_rows(size: int, share: float) -> None:
+    generator = torch.Generator().manual_seed(size)
+    rows = torch.tensor([3, 0])
+    allowed = torch.rand(2, -(-size // 8) * 8, generator=generator) < share  # bits beyond the last token mean nothing
+    masks = (allowed.view(2, -1, 8) * (1 << torch.arange(8))).sum(-1).to(torch.uint8)
+    logits = logits_of(5, size)
+    expected = logits.clone()
+    expected[rows] = expected[rows].masked_fill(~allowed[:, :size], -torch.inf)
+    for ops in (cpu_ops(torch.float32), reference_ops(torch.float32)):
+        masked = logits.clone()
+        ops.mask_rows(masked, rows, masks)
+        assert torch.equal(masked, expected)
+    apart = torch.stack([logits, logits], dim=-1)[..., 0]  # not contiguous
+    cpu_ops(torch.float32).mask_rows(apart, rows, masks)
+    assert torch.equal(apart, expected)
+
+
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["random", "rounded", "ascending", "masked", "constant"])
 def test_top_candidates_equal_the_reference(size: int, kind: str) -> None:
     logits = logits_of(3, size, seed=size)

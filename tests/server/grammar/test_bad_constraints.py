@@ -207,3 +207,37 @@ def test_a_vocabulary_that_cannot_be_made_is_tried_again(monkeypatch: pytest.Mon
         return await compiler.compile(source("regex", "[0-9]{5}"))
 
     assert isinstance(asyncio.run(scenario()), CompiledGrammar)
+
+
+def test_the_vocabulary_is_made_in_an_idle_moment_and_not_beside_running_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "IDLE_SECONDS", 0.08)
+    made_after: list[int] = []
+    answers: list[bool] = []
+    vocabulary = compiler_module._Vocabulary
+
+    def counted(tokenizer: object) -> object:
+        made_after.append(len(answers))
+        return vocabulary(tokenizer)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(compiler_module, "_Vocabulary", counted)
+    polls = compiler_module.IDLE_POLLS
+    # Never idle for long enough before the last of these.
+    activity = iter([*[False] * 5, *[True] * (polls - 1), False, *[True] * polls])
+
+    def is_idle() -> bool:
+        answers.append(next(activity))
+        return answers[-1]
+
+    compiler = GrammarCompiler(fake_tokenizer())
+    asyncio.run(compiler.warm_up_when_idle(is_idle))
+    assert made_after == [5 + polls + polls]
+
+    def never() -> bool:
+        raise AssertionError("it is there already")
+
+    async def scenario() -> None:
+        await compiler.warm_up_when_idle(never)
+        assert isinstance(await compiler.compile(source("regex", "[0-9]{5}")), CompiledGrammar)
+
+    asyncio.run(scenario())
+    assert len(made_after) == 1
