@@ -1,0 +1,16 @@
+"""What the model of the clients' server says, by seed: the texts of the tools' tests, and some for these."""
+
+from tests.http import tool_requests as tools
+
+ARGUMENTS = tools.ARGUMENTS
+_OWN = [" the sun — né", f"```json\n{ARGUMENTS}\n```", ARGUMENTS]
+TEXTS = [*tools.TEXTS, *_OWN]
+ONLY_CALL, PLAIN, TWO_CALLS, FAILING, FAILING_AT_ONCE = (
+    tools.ONLY_CALL,
+    tools.PLAIN,
+    tools.TWO_CALLS,
+    tools.FAILING,
+    tools.FAILING_AT_ONCE,
+)
+SUN, FENCED_JSON, JSON = range(len(tools.TEXTS), len(tools.TEXTS) + 3)
+RANDOM = tools.RANDOM  # and beyond: seeds without a script
