@@ -64,7 +64,7 @@ _KNOWN: dict[str, set[str]] = {
 
 
 def named_and_extra(kind: str, body: dict[str, Any]) -> dict[str, Any]:
-    known = {"model": MODEL} | {name: value for name, value in body.items() if name in _KNOWN[kind] or name == "model"}
+    known = {"model": MODEL} | {name: value for name, value in body.items() if name in _KNOWN[kind] or name in ("model", "stream")}
     extra = {name: value for name, value in body.items() if name not in known}
     return {**known, "extra_body": extra} if extra else known
 
