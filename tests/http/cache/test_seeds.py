@@ -58,9 +58,7 @@ def alone(served: LiveServer) -> dict[str, list[tuple[str, str]]]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_choices_differ_and_repeat(
-    served: LiveServer, alone: dict[str, list[tuple[str, str]]], path: str
-) -> None:
+def test_choices_differ_and_repeat(served: LiveServer, alone: dict[str, list[tuple[str, str]]], path: str) -> None:
     assert len(set(alone[path])) == NUM_CHOICES
     assert all(len(text) >= 20 for text, _ in alone[path])
     assert choices(served, path, streamed=False) == alone[path]

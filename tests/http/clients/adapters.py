@@ -32,6 +32,9 @@ class Refused(Exception):  # noqa: N818 -- the name says what happened, the clie
 class Adapter(Protocol):
     keeps_chunks: bool  # False: the client makes chunks of its own from those of the server
 
+    def expected(self, says: dict[str, Any]) -> dict[str, Any]:
+        """What the client makes of ``Seen.says`` of the raw answer."""
+
     def ask(self, url: str, kind: str, body: dict[str, Any], key: str = KEY) -> dict[str, Any]: ...
 
     def stream(
@@ -64,13 +67,18 @@ _KNOWN: dict[str, set[str]] = {
 
 
 def named_and_extra(kind: str, body: dict[str, Any]) -> dict[str, Any]:
-    known = {"model": MODEL} | {name: value for name, value in body.items() if name in _KNOWN[kind] or name in ("model", "stream")}
+    known = {"model": MODEL} | {
+        name: value for name, value in body.items() if name in _KNOWN[kind] or name in ("model", "stream")
+    }
     extra = {name: value for name, value in body.items() if name not in known}
     return {**known, "extra_body": extra} if extra else known
 
 
 class OpenAIPython:
     keeps_chunks = True
+
+    def expected(self, says: dict[str, Any]) -> dict[str, Any]:
+        return says
 
     @contextlib.contextmanager
     def _method(self, url: str, kind: str, key: str, came: list[dict[str, Any]]) -> Iterator[Any]:
@@ -88,9 +96,7 @@ class OpenAIPython:
             answer: dict[str, Any] = create(**named_and_extra(kind, body)).to_dict()
             return answer
 
-    def stream(
-        self, url: str, kind: str, body: dict[str, Any], key: str = KEY, take: int | None = None
-    ) -> list[dict[str, Any]]:
+    def stream(self, url: str, kind: str, body: dict[str, Any], key: str = KEY, take: int | None = None) -> list[dict[str, Any]]:
         chunks: list[dict[str, Any]] = []
         with (
             self._method(url, kind, key, chunks) as create,
@@ -123,6 +129,9 @@ class OpenAINode:
 
     keeps_chunks = True
 
+    def expected(self, says: dict[str, Any]) -> dict[str, Any]:
+        return says
+
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [node_program(), "bridge.mjs"], cwd=NODE_FOLDER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -149,9 +158,7 @@ class OpenAINode:
         value: dict[str, Any] = self.call(url, f"{kind}.create", {"model": MODEL, **body}, key=key)["value"]
         return value
 
-    def stream(
-        self, url: str, kind: str, body: dict[str, Any], key: str = KEY, take: int | None = None
-    ) -> list[dict[str, Any]]:
+    def stream(self, url: str, kind: str, body: dict[str, Any], key: str = KEY, take: int | None = None) -> list[dict[str, Any]]:
         asked = {"model": MODEL, **body, "stream": True}
         chunks: list[dict[str, Any]] = self.call(url, f"{kind}.create", asked, key=key, take=take)["chunks"]
         return chunks
@@ -166,6 +173,14 @@ class OpenAINode:
 
 class LiteLLM:
     keeps_chunks = False
+
+    def expected(self, says: dict[str, Any]) -> dict[str, Any]:
+        """It calls the end of every answer with calls ``tool_calls``, where OpenAI's API says ``stop`` after a named one."""
+        choices = {
+            index: [text, "tool_calls" if calls else reason, calls, logprobs]
+            for index, (text, reason, calls, logprobs) in says["choices"].items()
+        }
+        return {**says, "choices": choices}
 
     def __init__(self) -> None:
         need("litellm")
@@ -195,9 +210,7 @@ class LiteLLM:
         answer: dict[str, Any] = self._create(url, kind, key, body).model_dump()
         return answer
 
-    def stream(
-        self, url: str, kind: str, body: dict[str, Any], key: str = KEY, take: int | None = None
-    ) -> list[dict[str, Any]]:
+    def stream(self, url: str, kind: str, body: dict[str, Any], key: str = KEY, take: int | None = None) -> list[dict[str, Any]]:
         chunks: list[dict[str, Any]] = []
         try:
             for chunk in self._create(url, kind, key, {**body, "stream": True}):

@@ -18,6 +18,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 PROMPT = "The capital of France is"
 WITHOUT_BOS = TOKENIZER.encode(PROMPT)[1:]
 CONTEXT = 1536
+SUN_TOKENS = len(TOKENIZER.encode_plain(texts.TEXTS[texts.SUN]))
 
 
 @dataclass(frozen=True)
@@ -179,9 +180,7 @@ HISTORY = [
     {
         "role": "assistant",
         "content": None,
-        "tool_calls": [
-            {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city":"Rome"}'}}
-        ],
+        "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city":"Rome"}'}}],
     },
     {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
 ]
@@ -189,9 +188,9 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHE
 CALL, SCRIPTED = ["get_weather", texts.ARGUMENTS], {"temperature": 1, "max_tokens": 300}
 
 RULES = [
-    rule("C1", "C2", "C10", "S2", "S15", "I5", kind=COMPLETIONS, **SEEDED, check=completion, shape=envelope),
+    rule("C1", "C2", "C10", "S2", "S15", "I5", "N4", kind=COMPLETIONS, **SEEDED, check=completion, shape=envelope),
     rule("C4", kind=COMPLETIONS, **{**NULLS, "temperature": 0}, check=completion),
-    rule("S3", "S5", "S6", "S12", kind=COMPLETIONS, **SEEDED, max_tokens=5, shape=stream_shape),
+    rule("S1", "S3", "S5", "S6", "S12", kind=COMPLETIONS, **SEEDED, max_tokens=5, shape=stream_shape),
     rule("S7", kind=COMPLETIONS, max_tokens=4, stream_options={"include_usage": True, "continuous_usage_stats": True},
          temperature=0, shape=growing_usage),
     *(
@@ -207,7 +206,7 @@ RULES = [
     rule("C11", "M6", "I7", kind=COMPLETIONS, **SCRIPTED, seed=texts.PLAIN, stop=["clock", "zz"],
          check=expect(text="It is 10 o'", reason="stop")),
     rule("M7", "M8", "M9", kind=COMPLETIONS, **SCRIPTED, seed=texts.SUN,
-         check=expect(text=texts.TEXTS[texts.SUN], reason="stop", tokens=len(TOKENIZER.encode_plain(texts.TEXTS[texts.SUN])) + 1)),
+         check=expect(text=texts.TEXTS[texts.SUN], reason="stop", tokens=SUN_TOKENS + 1)),
     rule("S4", kind=COMPLETIONS, **SEEDED, logprobs=2, check=offsets),
     rule("S9", "L1", "L2", "L7", kind=COMPLETIONS, prompt=PROMPT, **SEEDED, max_tokens=3, logprobs=1, echo=True, check=echoed),
     rule("L3", kind=COMPLETIONS, **SEEDED, logprobs=0, check=only_sampled),
@@ -228,7 +227,8 @@ RULES = [
     rule("H3", kind=CHAT, **SEEDED, max_completion_tokens=4, max_tokens=9, check=expect(tokens=4)),
     rule("H5", "H7", "I8", kind=CHAT, **SEEDED, max_tokens=20, logprobs=True, top_logprobs=2, check=chat_entries),
     rule("H9", "H10", kind=CHAT, messages=MIXED, **SEEDED, max_tokens=5),
-    rule("H9", kind=CHAT, messages=HISTORY, tools=TOOLS, **SCRIPTED, seed=texts.PLAIN, check=expect(text=texts.TEXTS[texts.PLAIN])),
+    rule("H9", kind=CHAT, messages=HISTORY, tools=TOOLS, **SCRIPTED, seed=texts.PLAIN,
+         check=expect(text=texts.TEXTS[texts.PLAIN])),
     rule("H11", "H12", kind=CHAT, messages=[{"role": "user", "content": "<end_of_turn>"}], **SEEDED, max_tokens=5,
          check=expect(prompt=4 + len("user\n<end_of_turn>\nmodel\n"))),  # BOS, two begins and an end of turns
     rule("H2", "H8", "M12", kind=CHAT, tools=TOOLS, **SCRIPTED, seed=texts.ONLY_CALL, check=calls("tool_calls", CALL)),

@@ -1,5 +1,5 @@
-"""Anthropic's Python client against a server with a key: what is refused is its own exception, streamed or not, and a stream's raw
-events say what the same chat says."""
+"""Anthropic's Python client against a server with a key: what is refused is its own exception, streamed or not, and the events
+of a stream say what the same chat says."""
 
 from typing import Any
 
@@ -39,7 +39,9 @@ def test_a_message_is_the_chat_streamed_or_not(wire: LiveServer, seed: int) -> N
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 def test_refusals(wire: LiveServer, busy: LiveServer, loading: LiveServer, streamed: bool) -> None:
-    def refused(server: LiveServer, kind: type[anthropic.APIStatusError], status: int, match: str | None = None, **fields: Any) -> None:
+    def refused(
+        server: LiveServer, kind: type[anthropic.APIStatusError], status: int, match: str | None = None, **fields: Any
+    ) -> None:
         with pytest.raises(kind, match=match) as raised:
             ask(server, streamed, **fields)
         assert raised.value.status_code == status

@@ -9,7 +9,7 @@ import pytest
 
 from tests.fakes import BOS, POISON
 from tests.http.clients import texts
-from tests.http.clients.adapters import CHAT, COMPLETIONS, KEY, MODEL, Adapter, LiteLLM, OpenAINode, Refused
+from tests.http.clients.adapters import CHAT, COMPLETIONS, KEY, MODEL, Adapter, LiteLLM, OpenAINode, OpenAIPython, Refused
 from tests.http.clients.rules import CONTEXT, HELLO, rule
 from tests.http.live_server import LiveServer
 
@@ -55,16 +55,14 @@ REFUSALS = [
     refusal("E5 C3", CHAT, "NotFoundError", 404, "model_not_found", "model", model="gpt-x"),
     refusal("E10 N2", CHAT, "APIStatusError", 408, "request_timeout", litellm="Timeout", timeout=0.001, max_tokens=1400,
             logit_bias={"400": 100}),
-    refusal("E11", CHAT, "InternalServerError", 500, "internal_error", **{"seed": texts.FAILING_AT_ONCE, "temperature": 1}),
+    refusal("E11", CHAT, "InternalServerError", 500, "internal_error", seed=texts.FAILING_AT_ONCE, temperature=1),
 ]  # fmt: skip
 
 
 def refused(client: Adapter, url: str, kind: str, body: dict[str, Any], streamed: bool, key: str = KEY) -> Refused:
+    ask = client.stream if streamed else client.ask
     with pytest.raises(Refused) as raised:
-        if streamed:
-            client.stream(url, kind, body, key=key)
-        else:
-            client.ask(url, kind, body, key=key)
+        ask(url, kind, body, key=key)
     return raised.value
 
 
@@ -105,6 +103,12 @@ def test_a_server_without_its_model(client: Adapter, loading: LiveServer, kind: 
     check(refused(client, loading.url, kind, expected.body, streamed), client, expected)
 
 
+def test_a_body_that_is_too_large(wire: LiveServer, node: OpenAINode) -> None:
+    for client in (OpenAIPython(), node):
+        error = refused(client, wire.url, COMPLETIONS, {"prompt": "a" * (16 << 20)}, streamed=False)
+        assert (error.status, error.code) == (413, "request_too_large")
+
+
 @pytest.mark.parametrize("kind", [COMPLETIONS, CHAT])
 def test_a_fault_after_the_first_token_ends_the_stream_with_it(client: Adapter, wire: LiveServer, kind: str) -> None:
     body = rule(kind=kind, temperature=1, seed=texts.FAILING, max_tokens=50).body
@@ -132,7 +136,7 @@ def test_a_fault_is_not_asked_for_again(wire: LiveServer, node: OpenAINode) -> N
 @pytest.mark.parametrize("kind", [COMPLETIONS, CHAT])
 def test_a_client_that_leaves_its_stream_stops_the_work(client: Adapter, wire: LiveServer, kind: str) -> None:
     if isinstance(client, LiteLLM):
-        pytest.skip("litellm has no way to leave a stream but to let go of it")
+        pytest.skip("litellm has no way to leave a stream")
     before = wire.metric("generation_tokens_total")
     body = rule(kind=kind, messages=HELLO, prompt="Hello", temperature=0, max_tokens=1400).body
     del body["prompt" if kind == CHAT else "messages"]

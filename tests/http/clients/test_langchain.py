@@ -1,4 +1,4 @@
-"""langchain-openai, unchanged: chats, completions, tools, structured output in each of its ways, embeddings, responses, errors."""
+"""langchain-openai, unchanged: chats, completions, tools, each way to structured output, embeddings, responses, errors."""
 
 import json
 from typing import Any, Literal
@@ -49,7 +49,9 @@ def answered(model: Any, streamed: bool, messages: Any = USER) -> Any:
 def test_chat(langchain_openai: Any, wire: LiveServer, streamed: bool) -> None:
     model = chat(langchain_openai, wire, max_tokens=9, logprobs=True, top_logprobs=2, stream_usage=True)
     message = answered(model, streamed, [("system", "Be brief."), ("user", "Hi"), ("user", "Weather?")])
-    body = {"messages": [{"role": "system", "content": "Be brief."}, *({"role": "user", "content": t} for t in ("Hi", "Weather?"))]}
+    body = {
+        "messages": [{"role": "system", "content": "Be brief."}, *({"role": "user", "content": t} for t in ("Hi", "Weather?"))]
+    }
     raw = wire.chat(**body, max_tokens=9, logprobs=True, top_logprobs=2, temperature=1, seed=texts.RANDOM)
     choice = raw["choices"][0]
     assert message.content == choice["message"]["content"]
@@ -75,7 +77,9 @@ def test_tools_and_the_turn_after_them(langchain_openai: Any, wire: LiveServer, 
     assert message.content == "Let me see."
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "sunny"} for call in message.tool_calls]
     last = answered(
-        chat(langchain_openai, wire, texts.PLAIN).bind_tools(functions), streamed, [{"role": "user", "content": "x"}, message, *results]
+        chat(langchain_openai, wire, texts.PLAIN).bind_tools(functions),
+        streamed,
+        [{"role": "user", "content": "x"}, message, *results],
     )
     assert last.content == texts.TEXTS[texts.PLAIN]
     for choice in ("any", "get_weather"):
@@ -85,6 +89,8 @@ def test_tools_and_the_turn_after_them(langchain_openai: Any, wire: LiveServer, 
         assert choice == "any" or call["args"]["city"] in ("Paris", "Rome")
 
 
+# Of OpenAI's client, whose model of a chunk is given the parsed value.
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning")
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(
     ("method", "seed"), [("json_schema", texts.RANDOM), ("function_calling", texts.RANDOM), ("json_mode", texts.JSON)]
@@ -120,7 +126,7 @@ def test_responses(langchain_openai: Any, wire: LiveServer, streamed: bool) -> N
 
 
 def test_embeddings(langchain_openai: Any, wire: LiveServer) -> None:
-    """By default it sends ids of OpenAI's own vocabulary, which no other model can read; its option for other servers sends text."""
+    """By default it sends ids of OpenAI's own vocabulary, which no other model can read; with this option it sends text."""
     model = langchain_openai.OpenAIEmbeddings(
         model=MODEL, base_url=f"{wire.url}/v1", api_key=KEY, check_embedding_ctx_length=False, max_retries=0
     )

@@ -1,4 +1,4 @@
-"""What litellm has beyond the two generation endpoints: embeddings, responses, Anthropic's messages, its own asynchronous calls."""
+"""What litellm has beyond the two generation endpoints: embeddings, responses, Anthropic's messages, asynchronous calls."""
 
 import asyncio
 from typing import Any
