@@ -32,8 +32,8 @@ class Refused(Exception):  # noqa: N818 -- the name says what happened, the clie
 class Adapter(Protocol):
     keeps_chunks: bool  # False: the client makes chunks of its own from those of the server
 
-    def expected(self, says: dict[str, Any]) -> dict[str, Any]:
-        """What the client makes of ``Seen.says`` of the raw answer."""
+    def comparable(self, says: dict[str, Any], kind: str, streamed: bool) -> dict[str, Any]:
+        """``Seen.says`` without what the client itself changes or drops."""
 
     def ask(self, url: str, kind: str, body: dict[str, Any], key: str = KEY) -> dict[str, Any]: ...
 
@@ -77,7 +77,7 @@ def named_and_extra(kind: str, body: dict[str, Any]) -> dict[str, Any]:
 class OpenAIPython:
     keeps_chunks = True
 
-    def expected(self, says: dict[str, Any]) -> dict[str, Any]:
+    def comparable(self, says: dict[str, Any], kind: str, streamed: bool) -> dict[str, Any]:
         return says
 
     @contextlib.contextmanager
@@ -129,7 +129,7 @@ class OpenAINode:
 
     keeps_chunks = True
 
-    def expected(self, says: dict[str, Any]) -> dict[str, Any]:
+    def comparable(self, says: dict[str, Any], kind: str, streamed: bool) -> dict[str, Any]:
         return says
 
     def __init__(self) -> None:
@@ -174,12 +174,14 @@ class OpenAINode:
 class LiteLLM:
     keeps_chunks = False
 
-    def expected(self, says: dict[str, Any]) -> dict[str, Any]:
-        """It calls the end of every answer with calls ``tool_calls``, where OpenAI's API says ``stop`` after a named one."""
-        choices = {
-            index: [text, "tool_calls" if calls else reason, calls, logprobs]
-            for index, (text, reason, calls, logprobs) in says["choices"].items()
-        }
+    def comparable(self, says: dict[str, Any], kind: str, streamed: bool) -> dict[str, Any]:
+        """Calls end with ``tool_calls``, where OpenAI's API says ``stop`` after a named one; a stream of a completion has no
+        logprobs, and one of a chat no reason of its second choice."""
+        choices = {}
+        for index, (text, reason, calls, logprobs) in says["choices"].items():
+            several = streamed and kind == CHAT and len(says["choices"]) > 1
+            dropped = streamed and kind == COMPLETIONS
+            choices[index] = [text, "tool_calls" if calls else None if several else reason, calls, None if dropped else logprobs]
         return {**says, "choices": choices}
 
     def __init__(self) -> None:

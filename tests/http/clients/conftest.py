@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,21 @@ from tests.http.clients.adapters import KEY, Adapter, LiteLLM, OpenAINode, OpenA
 from tests.http.clients.texts import TEXTS
 from tests.http.live_server import LiveServer, live_server
 from tests.scripted import scripted_server
+
+# What litellm itself does: schemas and dumps that pydantic complains of, sockets and loops that it leaves open.
+LITELLM_WARNINGS = (
+    "ignore:.*`ReadOnly` qualifier:UserWarning",
+    "ignore:Pydantic serializer warnings:UserWarning",
+    "ignore:Accessing the 'model_:DeprecationWarning",
+    "ignore:unclosed:ResourceWarning",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent == Path(__file__).parent and "litellm" in item.nodeid:
+            for warning in LITELLM_WARNINGS:
+                item.add_marker(pytest.mark.filterwarnings(warning))
 
 
 @pytest.fixture(scope="session")

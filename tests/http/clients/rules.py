@@ -135,9 +135,8 @@ def two_choices(equal: bool) -> Check:
     return check
 
 
-def calls(reason: str, *expected: list[str]) -> Check:
+def calls(*expected: list[str]) -> Check:
     def check(seen: Seen) -> None:
-        assert seen.reason() == reason
         assert seen.calls() == list(expected) or not expected
         for name, arguments in seen.calls():
             assert name in ("get_weather", "get_time")
@@ -185,7 +184,8 @@ HISTORY = [
     {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
 ]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA, "strict": True}}
-CALL, SCRIPTED = ["get_weather", texts.ARGUMENTS], {"temperature": 1, "max_tokens": 300}
+CALL, CALLED = ["get_weather", texts.ARGUMENTS], expect(reason="tool_calls")
+SCRIPTED = {"temperature": 1, "max_tokens": 300}
 
 RULES = [
     rule("C1", "C2", "C10", "S2", "S15", "I5", "N4", kind=COMPLETIONS, **SEEDED, check=completion, shape=envelope),
@@ -231,11 +231,12 @@ RULES = [
          check=expect(text=texts.TEXTS[texts.PLAIN])),
     rule("H11", "H12", kind=CHAT, messages=[{"role": "user", "content": "<end_of_turn>"}], **SEEDED, max_tokens=5,
          check=expect(prompt=4 + len("user\n<end_of_turn>\nmodel\n"))),  # BOS, two begins and an end of turns
-    rule("H2", "H8", "M12", kind=CHAT, tools=TOOLS, **SCRIPTED, seed=texts.ONLY_CALL, check=calls("tool_calls", CALL)),
-    rule("H8", kind=CHAT, tools=TOOLS, **SCRIPTED, seed=texts.TWO_CALLS, check=calls("tool_calls", CALL, ["get_time", "{}"])),
+    rule("H2", "H8", "M12", kind=CHAT, tools=TOOLS, **SCRIPTED, seed=texts.ONLY_CALL, check=calls(CALL), shape=CALLED),
+    rule("H8", kind=CHAT, tools=TOOLS, **SCRIPTED, seed=texts.TWO_CALLS, check=calls(CALL, ["get_time", "{}"]),
+         shape=CALLED),
     rule("H2", "H8", kind=CHAT, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, **SEEDED,
-         check=calls("tool_calls")),
-    rule("H2", "H8", kind=CHAT, tools=TOOLS, tool_choice=NAMED, **SEEDED, check=calls("stop")),
+         check=calls(), shape=CALLED),
+    rule("H2", "H8", kind=CHAT, tools=TOOLS, tool_choice=NAMED, **SEEDED, check=calls(), shape=expect(reason="stop")),
     rule("M13", kind=CHAT, response_format=FORMAT, **SEEDED, check=place),
     rule("M5", kind=CHAT, **SEEDED, max_tokens=9, n=2, check=two_choices(equal=False)),
 ]  # fmt: skip

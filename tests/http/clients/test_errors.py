@@ -28,6 +28,9 @@ class Refusal:
     litellm: str | None = None
 
 
+NOT_SENT = "not sent by litellm"
+
+
 def refusal(ids: str, kind: str, name: str, status: int, code: str | None, param: str | None = None, litellm: str | None = None,
             **body: Any) -> Refusal:  # fmt: skip
     return Refusal(ids, kind, rule(kind=kind, **body).body, name, status, code, param, litellm)
@@ -37,7 +40,7 @@ BAD = ("BadRequestError", 400)
 REFUSALS = [
     refusal("C4 E1 E3 S14", COMPLETIONS, *BAD, "decimal_above_max_value", "temperature", temperature=3),
     refusal("C4 E3 E12", COMPLETIONS, *BAD, "integer_above_max_value", "n", n=1000),
-    refusal("C5 E3", COMPLETIONS, *BAD, "empty_array", "prompt", prompt=[]),
+    refusal("C5 E3", COMPLETIONS, *BAD, "empty_array", "prompt", NOT_SENT, prompt=[]),
     refusal("C5 E3", COMPLETIONS, *BAD, "empty_array", "prompt", prompt=[[]]),
     refusal("C5 E3", COMPLETIONS, *BAD, "invalid_value", "prompt", prompt=[2, 99_999]),
     refusal("E3", COMPLETIONS, *BAD, "unsupported_parameter", "suffix", suffix="b"),
@@ -49,7 +52,7 @@ REFUSALS = [
     refusal("H3 E3", CHAT, *BAD, "invalid_value", "top_logprobs", top_logprobs=2),
     refusal("H9 E3", CHAT, *BAD, "empty_array", "messages", messages=[]),
     refusal("H9", CHAT, *BAD, "unsupported_value", "messages[0].content", messages=AUDIO),
-    refusal("M12", CHAT, *BAD, "invalid_value", "tool_choice", tool_choice="required"),
+    refusal("M12", CHAT, *BAD, "invalid_value", "tool_choice", NOT_SENT, tool_choice="required"),
     refusal("E4 M2", CHAT, *BAD, "context_length_exceeded", "messages", "ContextWindowExceededError",
             messages=[{"role": "user", "content": "a" * CONTEXT}]),
     refusal("E5 C3", CHAT, "NotFoundError", 404, "model_not_found", "model", model="gpt-x"),
@@ -79,6 +82,8 @@ def check(error: Refused, client: Adapter, expected: Refusal) -> None:
     "expected", REFUSALS, ids=[f"{number}-{item.ids.replace(' ', '-')}-{item.kind}" for number, item in enumerate(REFUSALS)]
 )
 def test_a_refusal_is_the_clients_exception(client: Adapter, wire: LiveServer, expected: Refusal, streamed: bool) -> None:
+    if isinstance(client, LiteLLM) and expected.litellm == NOT_SENT:
+        pytest.skip("litellm does not send what is wrong with it")
     check(refused(client, wire.url, expected.kind, expected.body, streamed), client, expected)
 
 
