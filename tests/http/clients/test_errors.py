@@ -9,7 +9,7 @@ import pytest
 
 from tests.fakes import BOS, POISON
 from tests.http.clients import texts
-from tests.http.clients.adapters import CHAT, COMPLETIONS, KEY, MODEL, Adapter, LiteLLM, OpenAINode, OpenAIPython, Refused
+from tests.http.clients.adapters import CHAT, COMPLETIONS, KEY, MODEL, Adapter, LiteLLM, OpenAINode, Refused
 from tests.http.clients.rules import CONTEXT, HELLO, rule
 from tests.http.live_server import LiveServer
 
@@ -108,10 +108,11 @@ def test_a_server_without_its_model(client: Adapter, loading: LiveServer, kind: 
     check(refused(client, loading.url, kind, expected.body, streamed), client, expected)
 
 
-def test_a_body_that_is_too_large(wire: LiveServer, node: OpenAINode) -> None:
-    for client in (OpenAIPython(), node):
-        error = refused(client, wire.url, COMPLETIONS, {"prompt": "a" * (16 << 20)}, streamed=False)
-        assert (error.status, error.code) == (413, "request_too_large")
+def test_a_body_that_is_too_large(client: Adapter, wire: LiveServer) -> None:
+    if isinstance(client, LiteLLM):
+        pytest.skip("litellm counts the tokens of what it sends, which takes minutes")
+    error = refused(client, wire.url, COMPLETIONS, {"prompt": "a" * (16 << 20)}, streamed=False)
+    assert (error.status, error.code) == (413, "request_too_large")
 
 
 @pytest.mark.parametrize("kind", [COMPLETIONS, CHAT])
@@ -126,16 +127,19 @@ def test_a_fault_after_the_first_token_ends_the_stream_with_it(client: Adapter, 
         assert error.code == "internal_error"
 
 
-def test_a_fault_is_not_asked_for_again(wire: LiveServer, node: OpenAINode) -> None:
+@pytest.mark.parametrize("language", ["python", "node"])
+def test_a_fault_is_not_asked_for_again(wire: LiveServer, language: str, request: pytest.FixtureRequest) -> None:
     """Both clients ask again after a 500 by default."""
-    before = wire.outcomes("error")
     body = {"model": MODEL, "prompt": [BOS, POISON]}
-    with openai.OpenAI(base_url=f"{wire.url}/v1", api_key=KEY) as python, pytest.raises(openai.InternalServerError):
-        python.completions.create(**body)
+    before = wire.outcomes("error")
+    if language == "python":
+        with openai.OpenAI(base_url=f"{wire.url}/v1", api_key=KEY) as client, pytest.raises(openai.InternalServerError):
+            client.completions.create(**body)
+    else:
+        node: OpenAINode = request.getfixturevalue("node")
+        with pytest.raises(Refused, match="InternalServerError"):
+            node.call(wire.url, "completions.create", body, {"maxRetries": 2})
     assert wire.outcomes("error") == before + 1
-    with pytest.raises(Refused, match="InternalServerError"):
-        node.call(wire.url, "completions.create", body, {"maxRetries": 2})
-    assert wire.outcomes("error") == before + 2
 
 
 @pytest.mark.parametrize("kind", [COMPLETIONS, CHAT])
