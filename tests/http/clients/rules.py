@@ -217,7 +217,7 @@ RULES = [
          check=expect(tokens=6, reason="length")),
     rule("M4", kind=COMPLETIONS, temperature=0, n=2, check=two_choices(equal=True)),
     rule("M5", kind=COMPLETIONS, **SEEDED, n=2, check=two_choices(equal=False)),
-    rule("M15", kind=COMPLETIONS, temperature=0, frobnicate=1, store=True),
+    rule("M15", kind=COMPLETIONS, temperature=0, user="anna", store=True, prompt_cache_key="k"),
     rule("M16", kind=COMPLETIONS, temperature=0, priority=0),
     rule("M17", kind=COMPLETIONS, **SEEDED, return_token_ids=True, shape=token_ids),
     rule("H1", "H2", "C10", "S2", "S15", "I5", kind=CHAT, **SEEDED, max_tokens=9, check=expect(tokens=9, reason="length"),

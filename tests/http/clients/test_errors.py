@@ -45,6 +45,7 @@ REFUSALS = [
     refusal("C5 E3", COMPLETIONS, *BAD, "invalid_value", "prompt", prompt=[2, 99_999]),
     refusal("E3", COMPLETIONS, *BAD, "unsupported_parameter", "suffix", suffix="b"),
     refusal("M16", COMPLETIONS, *BAD, "invalid_value", "priority", priority=1),
+    refusal("M15", COMPLETIONS, *BAD, "unknown_parameter", "frobnicate", frobnicate=1),
     refusal("E4 M2", COMPLETIONS, *BAD, "context_length_exceeded", "prompt", "ContextWindowExceededError",
             prompt=[9] * (CONTEXT + 1)),
     refusal("E5 C3", COMPLETIONS, "NotFoundError", 404, "model_not_found", "model", model="gpt-x"),

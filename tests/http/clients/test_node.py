@@ -18,7 +18,7 @@ def test_models(node: OpenAINode, wire: LiveServer) -> None:
     assert [model["id"] for model in node.call(wire.url, "models.list")["chunks"]] == [MODEL]
     card = node.call(wire.url, "models.retrieve", MODEL)["value"]
     assert (card["id"], card["object"], card["max_model_len"]) == (MODEL, "model", 1536)
-    assert card["default_sampling"] == {"temperature": 1.0}
+    assert card["default_sampling"] == {"temperature": 1, "top_p": 1, "top_k": 0}
     with pytest.raises(Refused, match="NotFoundError 404 model_not_found"):
         node.call(wire.url, "models.retrieve", "gpt-x")
 
