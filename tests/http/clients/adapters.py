@@ -80,16 +80,25 @@ class OpenAIPython:
     def comparable(self, says: dict[str, Any], kind: str, streamed: bool) -> dict[str, Any]:
         return says
 
+    def __init__(self) -> None:
+        self._clients: dict[tuple[str, str], openai.OpenAI] = {}
+
+    def close(self) -> None:
+        for client in self._clients.values():
+            client.close()
+
     @contextlib.contextmanager
     def _method(self, url: str, kind: str, key: str, came: list[dict[str, Any]]) -> Iterator[Any]:
-        with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
-            try:
-                yield (client.completions if kind == COMPLETIONS else client.chat.completions).create
-            except openai.APIError as error:
-                status = error.status_code if isinstance(error, openai.APIStatusError) else None
-                refused = Refused(type(error).__name__, status, error.code, error.param, error.message)
-                refused.chunks = came
-                raise refused from error
+        client = self._clients.get((url, key))
+        if client is None:
+            client = self._clients[url, key] = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+        try:
+            yield (client.completions if kind == COMPLETIONS else client.chat.completions).create
+        except openai.APIError as error:
+            status = error.status_code if isinstance(error, openai.APIStatusError) else None
+            refused = Refused(type(error).__name__, status, error.code, error.param, error.message)
+            refused.chunks = came
+            raise refused from error
 
     def ask(self, url: str, kind: str, body: dict[str, Any], key: str = KEY) -> dict[str, Any]:
         with self._method(url, kind, key, []) as create:

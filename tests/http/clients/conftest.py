@@ -71,10 +71,12 @@ def node() -> Iterator[OpenAINode]:
 
 
 @pytest.fixture(scope="session", params=["openai-python", "openai-node", "litellm"])
-def client(request: pytest.FixtureRequest) -> Adapter:
+def client(request: pytest.FixtureRequest) -> Iterator[Adapter]:
     if request.param == "openai-python":
-        return OpenAIPython()
-    if request.param == "litellm":
-        return LiteLLM()
-    client: OpenAINode = request.getfixturevalue("node")
-    return client
+        python = OpenAIPython()
+        yield python
+        python.close()
+    elif request.param == "litellm":
+        yield LiteLLM()
+    else:
+        yield request.getfixturevalue("node")

@@ -110,10 +110,9 @@ def test_a_server_without_its_model(client: Adapter, loading: LiveServer, kind: 
 
 
 def test_a_body_that_is_too_large(client: Adapter, wire: LiveServer) -> None:
-    if isinstance(client, LiteLLM):
-        pytest.skip("litellm counts the tokens of what it sends, which takes minutes")
     error = refused(client, wire.url, COMPLETIONS, {"prompt": "a" * (16 << 20)}, streamed=False)
-    assert (error.status, error.code) == (413, "request_too_large")
+    assert error.status == 413
+    assert error.code == "request_too_large" or isinstance(client, LiteLLM)
 
 
 @pytest.mark.parametrize("kind", [COMPLETIONS, CHAT])
