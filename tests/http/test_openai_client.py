@@ -128,3 +128,9 @@ def test_the_clients_request_id_is_the_answers_id(client: openai.OpenAI) -> None
     assert chosen._request_id == "mine"
     raw = client.completions.with_raw_response.create(model=MODEL, prompt="Hello", max_tokens=1)
     assert int(raw.headers["openai-processing-ms"]) >= 0
+
+
+def test_fields_without_a_meaning_here_are_named_in_a_header(client: openai.OpenAI) -> None:
+    extra = {"frobnicate": 1, "store": True}
+    raw = client.completions.with_raw_response.create(model=MODEL, prompt="Hello", max_tokens=1, extra_body=extra)
+    assert set(raw.headers["x-gemserve-ignored-parameters"].split(", ")) == set(extra)

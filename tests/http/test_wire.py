@@ -18,7 +18,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 
 def test_every_rule_names_tests_that_exist() -> None:
-    rules = [line for line in TABLE.splitlines() if re.match(r"\| [A-Z]\d+ \|", line)]
+    rules = [line for line in TABLE.splitlines() if re.match(r"\| [A-Z]\d+(, [A-Z]\d+)* \|", line)]
     assert len(rules) > 70
     names: dict[str, set[str]] = {}
     for rule in rules:
