@@ -10,10 +10,8 @@ PIP_PLAIN := $(BIN)/python -m pip install --disable-pip-version-check --no-input
 PIP := $(PIP_PLAIN) -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: run test lint format docs bench soak overload fuzz schema-test sanitize prometheus-test nginx-test image-test \
-  router-test ray-test clients-test scaling-check gpu-test gpu-compile sizes-test clean
-
-  router-test ray-test documents-test lm-eval-test scaling-check gpu-test gpu-compile clean
+.PHONY: run test lint format docs bench soak overload fuzz schema-test sanitize gpu-test gpu-compile sizes-test \
+  prometheus-test nginx-test image-test router-test scaling-check ray-test documents-test lm-eval-test clients-test clean
 
 run: .venv/demo.stamp
 	$(BIN)/gemserve serve --host 127.0.0.1 --port 8000 $(ARGS)
