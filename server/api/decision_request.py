@@ -16,6 +16,7 @@ MAX_OPTIONS = 255
 MAX_LEVELS = 10
 MAX_OPTION_CHARACTERS = 4096
 MAX_INSTRUCTION_CHARACTERS = 64 * 1024
+_ITEM_CHARACTERS = 32
 
 ShortText = Annotated[str, Field(max_length=MAX_OPTION_CHARACTERS), AfterValidator(check_text)]
 Name = Annotated[str, Field(max_length=512), AfterValidator(check_text)]
@@ -159,6 +160,8 @@ class DecisionRequest(GenerationBody):
 
 
 def num_characters(items: list[ResponseItem]) -> int:
-    """Of the texts that become the input of every question."""
+    """Of what becomes the input of every question. Items and parts count as some too: without any text they are work as well."""
     parts = [part for item in items for part in (*(item.content or ()), *(item.output or ()))]
-    return sum(len(part.text or part.refusal or "") for part in parts) + sum(len(item.arguments or "") for item in items)
+    texts = [text for part in parts for text in (part.text, part.refusal)]
+    texts += [text for item in items for text in (item.name, item.arguments)]
+    return sum(len(text or "") for text in texts) + _ITEM_CHARACTERS * (len(items) + len(parts))

@@ -25,6 +25,9 @@ SCORE: dict[str, Any] = {
     "instructions": "How urgent?",
     "levels": [{"label": "low"}, {"label": "middle"}, {"label": "high", "description": "now"}],
 }
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+HIDDEN = {"type": "refusal", "refusal": "a" * 50_000, "text": "a"}
+EMPTY = {"type": "input_text", "text": ""}
 LABELS = Labels(fake_tokenizer())
 
 
@@ -87,10 +90,9 @@ def test_answers_come_in_the_order_of_the_questions_and_do_not_depend_on_each_ot
 
 def test_the_input_is_a_conversation_of_text_json_and_calls(server: LiveServer) -> None:
     text = "The customer wants money back.\n\nIs this true? Answer with Y or N, and nothing else."
-    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     items: list[Any] = [
         {"role": "user", "content": [{"type": "input_text", "text": "Look:"}, {"type": "input_json", "data": [{"a": 1}]}]},
-        call,
+        CALL,
         {"type": "function_call_output", "call_id": "c", "output": "done"},
     ]
     called = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -178,6 +180,11 @@ def test_what_has_no_meaning_is_named(server: LiveServer) -> None:
         ({"input": [{"role": "assistant", "content": "a"}]}, "input[0].role"),
         ({"input": "a" * 600}, "questions[0]"),
         ({"input": "a" * 50_000, "questions": [PREDICATE] * 400}, "questions"),
+        # However the text is spread over the fields of items.
+        ({"input": [{**CALL, "name": "f" * 500}] * 90, "questions": [PREDICATE] * 400}, "questions"),
+        ({"input": [{"role": "user", "content": [HIDDEN]}], "questions": [PREDICATE] * 400}, "questions"),
+        ({"input": [{"role": "user", "content": ""}] * 2000, "questions": [PREDICATE] * 400}, "questions"),
+        ({"input": [{"role": "user", "content": [EMPTY] * 2000}], "questions": [PREDICATE] * 400}, "questions"),
         ({"stream": True}, "stream"),
     ],
     ids=lambda value: str(value)[:60],
