@@ -82,7 +82,10 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
     """No place is free: all are held by compilations that were left behind."""
     with live_server() as server:
         server.complete(prompt="a", max_tokens=3, **REGEX)
-        monkeypatch.setattr(server.app.state.server.loaded.grammars, "_places", asyncio.Semaphore(0))
+        grammars = server.app.state.server.loaded.grammars
+        # An answer may be there before the place of its compilation is given back.
+        server.wait_for(lambda: grammars._places._value == compiler_module.COMPILE_THREADS)
+        monkeypatch.setattr(grammars, "_places", asyncio.Semaphore(0))
         yield server
 
 
