@@ -102,7 +102,7 @@ def _wrong_role(index: int, reason: str) -> ApiError:
 def _chat(body: CountTokensRequest, **fields: Any) -> tuple[ChatCompletionRequest, list[str]]:
     """The same request in the words of chat completions, and the fields that its messages come from."""
     messages, names = chat_messages(body)
-    tools = [_chat_tool(tool.name, tool.description, tool.input_schema) for tool in body.tools or ()]
+    tools = [_chat_tool(tool.name, tool.description, _without_nulls(tool.input_schema)) for tool in body.tools or ()]
     choice = body.tool_choice
     chat = ChatCompletionRequest.model_validate(
         {
@@ -118,6 +118,11 @@ def _chat(body: CountTokensRequest, **fields: Any) -> tuple[ChatCompletionReques
 
 def _chat_tool(name: str, description: str | None, schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+def _without_nulls(schema: dict[str, Any]) -> dict[str, Any]:
+    """Anthropic's clients may send null for what an input schema leaves out, which is no JSON schema."""
+    return {name: value for name, value in schema.items() if value is not None or name not in ("properties", "required")}
 
 
 def _chat_choice(choice: MessagesToolChoice) -> Any:

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from server.api.wire_values import JsonObject, WireModel, check_text, wrong_type
 
 MAX_TOOLS = 512
-MAX_NAME_CHARACTERS = 64
+MAX_NAME_CHARACTERS = 128  # of a function in Responses and in Anthropic's API; chats of OpenAI end at 64
 MAX_DESCRIPTION_CHARACTERS = 64 * 1024
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _MODES = ("none", "auto", "required")

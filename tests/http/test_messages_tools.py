@@ -209,6 +209,14 @@ def test_a_fault_in_a_call_is_an_error_event(server: LiveServer) -> None:
     assert found[-1]["type"] == "error"
 
 
+@pytest.mark.parametrize("choice", [{"type": "auto"}, {"type": "tool", "name": "f" * 128}])
+def test_names_and_schemas_may_be_all_that_anthropics_api_takes(server: LiveServer, choice: dict[str, Any]) -> None:
+    offered = {"name": "f" * 128, "input_schema": {"type": "object", "properties": None, "required": None}}
+    answer = create(server, RANDOM, tools=[offered], tool_choice=choice, max_tokens=200)
+    if choice["type"] == "tool":
+        assert [block["name"] for block in answer["content"]] == ["f" * 128]
+
+
 # -- earlier turns -------------------------------------------------------------------------------------------------------------
 
 

@@ -99,7 +99,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "missing_required_parameter"),
     ({"tools": [tool("a b")]}, "tools[0].function.name", "invalid_value"),
     ({"tools": [tool("")]}, "tools[0].function.name", "empty_string"),
-    ({"tools": [tool("f" * 65)]}, "tools[0].function.name", "string_above_max_length"),
+    ({"tools": [tool("f" * 129)]}, "tools[0].function.name", "string_above_max_length"),
     ({"tools": [F, F]}, "tools[1].function.name", "invalid_value"),
     ({"tools": [F] * 513}, "tools", "array_above_max_length"),
     ({"tools": [tool("f", [])]}, "tools[0].function.parameters", "invalid_type"),
