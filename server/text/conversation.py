@@ -52,7 +52,7 @@ def merge_messages(
         raise ChatTemplateError("messages must hold at least one message.")
     names = [f"messages[{index}]" for index in range(len(messages))] if names is None else names
     system_texts: list[str] = []
-    turns: list[ChatMessage] = []
+    turns: list[list[ChatMessage]] = []  # joined at the end: one by one, long turns would be copied for each of their messages
     called: dict[str, str] = {}
     last_role = last_name = ""
     for index in _in_order_of_calls(messages):
@@ -77,19 +77,20 @@ def merge_messages(
             raise _role_error(role, name, f"this is not a known role; use one of {_KNOWN_ROLES}")
         if not turns and turn.role == "assistant":
             raise _role_error(role, name, "the conversation must begin with a user message")
-        if turns and turns[-1].role == turn.role:
+        if turns and turns[-1][0].role == turn.role:
             if strict and name != last_name and not (role == last_role == "tool"):
                 raise _role_error(role, name, "with strict roles the turns must alternate between user and assistant")
-            turns[-1] = ChatMessage(turn.role, _join([turns[-1].text, turn.text]))
+            turns[-1].append(turn)
         else:
-            turns.append(turn)
+            turns.append([turn])
         last_role, last_name = role, name
     if not turns and strict:
         raise ChatTemplateError("messages holds no user message: with strict roles a system message alone is refused.")
     system_text = _join([*system_texts, instructions])
     if not turns:
         return [ChatMessage("user", system_text)]
-    return [ChatMessage("system", system_text), *turns] if system_text else turns
+    joined = [turn[0] if len(turn) == 1 else ChatMessage(turn[0].role, _join(part.text for part in turn)) for turn in turns]
+    return [ChatMessage("system", system_text), *joined] if system_text else joined
 
 
 def _in_order_of_calls(messages: Sequence[ChatMessage]) -> list[int]:
