@@ -7,7 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from server.api.request_schemas import MAX_LOGPROBS, ChoicesRequest, Text, TokenCount
 from server.api.tool_schemas import ToolChoiceField, ToolList
-from server.api.wire_values import WireModel, check_text, wrong_type
+from server.api.wire_values import WireModel, check_num_parts, check_text, wrong_type
 
 MAX_MESSAGES = 4096
 
@@ -81,7 +81,7 @@ class Message(WireModel):
 
 
 class ChatCompletionRequest(ChoicesRequest):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(check_num_parts)]
     max_completion_tokens: TokenCount | None = Field(None, description="Wins over max_tokens.")
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(None, description="Needs logprobs: true.")

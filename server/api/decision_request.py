@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 from server.api.chat_schemas import MAX_MESSAGES
 from server.api.request_schemas import GenerationBody
 from server.api.response_request import Item, ResponseItem
-from server.api.wire_values import WireModel, check_finite, check_text, encode_json, wrong_type
+from server.api.wire_values import WireModel, check_finite, check_num_parts, check_text, encode_json, wrong_type
 
 MAX_QUESTIONS = 400
 MAX_OPTIONS = 255
@@ -51,6 +51,7 @@ def _check_input(value: object) -> object:
         raise wrong_type("expected a string or a list of items")
     if not value:
         raise PydanticCustomError("empty_array", "expected at least one item, got an empty list")
+    check_num_parts(value)
     return [_check_item(item) for item in value]
 
 

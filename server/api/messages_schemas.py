@@ -10,7 +10,7 @@ from server.api.chat_schemas import MAX_MESSAGES
 from server.api.request_schemas import MAX_INT, MAX_STOP_CHARACTERS, GenerationBody, Text, TokenCount
 from server.api.structured_schemas import SchemaField
 from server.api.tool_schemas import MAX_DESCRIPTION_CHARACTERS, MAX_TOOLS, FunctionName
-from server.api.wire_values import JsonObject, WireModel, check_text, wrong_type
+from server.api.wire_values import JsonObject, WireModel, check_num_parts, check_text, wrong_type
 
 MAX_STOP_SEQUENCES = 16
 
@@ -160,7 +160,7 @@ class CountTokensRequest(WireModel):
     """What makes up a prompt; the rest of a request is accepted and does not change its length."""
 
     model: str | None = Field(None, max_length=512, description="A served name; the first one when absent.")
-    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(check_num_parts)]
     system: Blocks | None = None
     tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None

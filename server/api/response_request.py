@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 from server.api.chat_schemas import MAX_MESSAGES
 from server.api.request_schemas import MAX_LOGPROBS, GenerationRequest, Text, TokenCount
 from server.api.tool_schemas import MAX_TOOLS, FunctionDefinition, ToolChoiceField, TypedTool
-from server.api.wire_values import JsonObject, WireModel, check_text, wrong_type
+from server.api.wire_values import JsonObject, WireModel, check_num_parts, check_text, wrong_type
 
 _LOGPROBS = "message.output_text.logprobs"
 # What belongs to kinds of input and output that are not here is never there to be included.
@@ -67,7 +67,7 @@ def _check_input(value: object) -> object:
         raise wrong_type("expected a string or a list of items")
     if not value:
         raise PydanticCustomError("empty_array", "expected at least one item, got an empty list")
-    return value
+    return check_num_parts(value)
 
 
 class ResponseTextPart(WireModel):

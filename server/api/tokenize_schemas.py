@@ -7,7 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from server.api.chat_schemas import MAX_MESSAGES, Message
 from server.api.tool_schemas import ToolList
-from server.api.wire_values import WireModel, check_text
+from server.api.wire_values import WireModel, check_num_parts, check_text
 
 MAX_PROMPT_CHARACTERS = 2**20
 MAX_TOKENS = 2**20
@@ -41,7 +41,9 @@ class TokenizeRequest(WireModel):
 
     model: str | None = Field(None, max_length=512, description="A served name; the first one when absent.")
     prompt: Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS), AfterValidator(check_text)] | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(check_num_parts)] | None = (
+        None
+    )
     add_special_tokens: bool | None = Field(
         None, description="False: no beginning-of-sequence token is put in front of the prompt. A chat always has exactly one."
     )

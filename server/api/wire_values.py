@@ -7,6 +7,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict
 from pydantic_core import PydanticCustomError
 
+MAX_PARTS = 16_384
+
 
 class WireModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
@@ -32,6 +34,23 @@ def check_finite(value: dict[str, Any]) -> dict[str, Any]:
     except ValueError:
         raise PydanticCustomError("invalid_value", "expected finite numbers in it") from None
     return value
+
+
+def check_num_parts(value: object) -> object:
+    """Of messages or items, before any is looked at: each of their parts, blocks and calls takes time of the event loop, and
+    those without text have no other limit."""
+    count = _num_parts(value) if isinstance(value, list) else 0
+    if count > MAX_PARTS:
+        limits = {"limit": MAX_PARTS, "count": count}
+        raise PydanticCustomError(
+            "array_above_max_length", "expected at most {limit} parts and calls in all of it, got {count}", limits
+        )
+    return value
+
+
+def _num_parts(items: list[Any]) -> int:
+    lists = [item.get(name) for item in items if isinstance(item, dict) for name in ("content", "output", "tool_calls")]
+    return sum(len(parts) + _num_parts(parts) for parts in lists if isinstance(parts, list))
 
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(check_finite)]

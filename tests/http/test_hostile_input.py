@@ -228,3 +228,31 @@ def test_nesting_is_limited(server: LiveServer, levels: int, status: int) -> Non
 
 def test_many_flat_lists_are_not_deep(server: LiveServer) -> None:
     assert server.post(COMPLETIONS, {"prompt": [[9]] * 200, "max_tokens": 1}).status_code == 200
+
+
+TEXT, BLOCK = {"type": "input_text", "text": ""}, {"type": "text", "text": ""}
+CALLED = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+USED = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+RESULTS = {"type": "tool_result", "tool_use_id": "a", "content": [BLOCK] * 4097}
+PREDICATE = {"type": "predicate", "instructions": "a"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": [BLOCK] * 4097}] * 4}),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [CALLED] * 4096}] * 5}),
+        ("/tokenize", {"messages": [{"role": "user", "content": [BLOCK] * 16385}]}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [TEXT] * 4097}] * 4}),
+        ("/v1/responses", {"input": [{"type": "function_call_output", "call_id": "a", "output": [TEXT] * 4097}] * 4}),
+        ("/v1/decisions", {"input": [{"role": "user", "content": [TEXT] * 4097}] * 4, "questions": [PREDICATE]}),
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [RESULTS] * 4}]}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "assistant", "content": [USED] * 4096}] * 5}),
+    ],
+)
+def test_parts_are_counted_over_the_whole_request(server: LiveServer, path: str, body: dict[str, Any]) -> None:
+    """Thousands of messages with thousands of parts each, all without text, would hold up the event loop for seconds."""
+    response = server.post(path, body)
+    assert response.status_code == 400, response.text
+    assert "at most 16384 parts and calls" in response.json()["error"]["message"]
+    server.check_alive()
