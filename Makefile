@@ -63,7 +63,7 @@ gpu-test: .venv/test.stamp
 	  --target-processes all --error-exitcode 1 $(BIN)/python -m pytest -m gpu -x tests/model/ops_cuda/test_attention.py; \
 	  else echo "no compute-sanitizer on the PATH: attention kernels not checked with it"; fi
 
-# Every CUDA kernel of every published size, compiled for Ampere and Hopper on any machine. Takes minutes.
+# Every CUDA kernel of every published size, compiled for Ampere to Blackwell on any machine. Takes minutes.
 gpu-compile: .venv/test.stamp
 	$(BIN)/python -m tests.model.ops_cuda.compile_kernels $(ARGS)
 

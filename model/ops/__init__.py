@@ -306,11 +306,20 @@ def _select_cuda_ops(device: torch.device, dtype: torch.dtype, quantization: str
         from model.ops.cuda import CudaOps, QuantizedCudaOps
     except ImportError as error:
         logger.warning("The CUDA kernels are not used: %s. Everything works, several times slower. Install triton.", error)
-        match quantization:
-            case "int8" | "fp8":
-                return QuantizedOps(device, dtype, quantization)
-        return ReferenceOps(device, dtype)
+    else:
+        major, minor = torch.cuda.get_device_capability(device)
+        if major >= 8:
+            match quantization:
+                case "int8" | "fp8":
+                    return QuantizedCudaOps(device, dtype, quantization)
+            return CudaOps(device, dtype)
+        logger.warning(
+            "The CUDA kernels are not used: they are made for compute capability 8.0 (Ampere) and later, and this device has"
+            " %d.%d. Everything works, several times slower.",
+            major,
+            minor,
+        )
     match quantization:
         case "int8" | "fp8":
-            return QuantizedCudaOps(device, dtype, quantization)
-    return CudaOps(device, dtype)
+            return QuantizedOps(device, dtype, quantization)
+    return ReferenceOps(device, dtype)

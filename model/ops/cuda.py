@@ -33,8 +33,7 @@ class CudaOps(ReferenceOps):
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = False
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-            properties = torch.cuda.get_device_properties(device)
-            self.traits = Device(properties.multi_processor_count, properties.major >= 9)
+            self.traits = Device.of(torch.cuda.get_device_properties(device))
         elif INTERPRETED:
             self.traits = INTERPRETED_DEVICE
         else:

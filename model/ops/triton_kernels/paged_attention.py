@@ -1,6 +1,7 @@
 """Launches of the attention kernels: tile sizes by head size and type, splits by how much of the device the batch leaves idle."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -20,7 +21,12 @@ class Device:
     """What launches are sized by."""
 
     num_processors: int
-    is_hopper: bool  # or newer: 227 KiB of shared memory, matrix instructions of four warps and 64 rows
+    is_hopper: bool  # or Blackwell's data centre cards: 227 KiB of shared memory, matrix instructions of four warps and 64 rows
+
+    @classmethod
+    def of(cls, properties: Any) -> "Device":
+        """From torch's description. Blackwell's consumer cards, 12.x, are newer but have the 99 KiB of Ampere's."""
+        return cls(properties.multi_processor_count, 9 <= properties.major < 12)
 
 
 @dataclass(frozen=True, slots=True)

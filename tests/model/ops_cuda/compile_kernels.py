@@ -1,7 +1,7 @@
 """Compiles the kernels for real GPUs, without having one: what the interpreter lets pass (types, shared memory) fails here.
 
-    python -m tests.model.ops_cuda.compile_kernels            every launch of every published size, Ampere and Hopper
-    python -m tests.model.ops_cuda.compile_kernels --quick    one size, one architecture each
+    python -m tests.model.ops_cuda.compile_kernels            every launch of every published size, Ampere to Blackwell
+    python -m tests.model.ops_cuda.compile_kernels --quick    two kernels, one size, one architecture each
 
 The operations run on tensors of the meta device, and their launches are compiled instead of made: so what is compiled is what a
 GPU would be given. Has to be a process of its own, since others interpret the kernels.
@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,8 +24,10 @@ from triton.runtime.jit import JITFunction
 from model.ops import AttentionMetadata
 from model.ops.triton_kernels import elementwise, int8_linear, paged_attention, sampling
 
-# Bytes of shared memory that a program may have on the smallest card of the generation: consumer cards have less than an A100.
-SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024}
+# Bytes of shared memory that a program may have on the smallest card of the generation: consumer cards have less than an A100,
+# and Blackwell's (12.0) less than its data centre cards (10.0).
+SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+QUICK = {80: "prefill_kernel", 90: "search_kernel"}
 PROCESSORS = 132
 TYPES = {
     torch.float32: "fp32",
@@ -144,12 +147,12 @@ def source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
     return ASTSource(kernel, signature, fixed, attributes)
 
 
-def check(launches: list[Launch], capability: int, *, once: bool) -> list[str]:
-    """What is wrong, a line each. Prints a line per kernel. ``once``: the first launch of each kernel alone."""
+def check(launches: list[Launch], capability: int, *, quick: bool) -> list[str]:
+    """What is wrong, a line each. Prints a line per kernel. ``quick``: the first launch of one kernel alone."""
     faults = []
     seen: set[str] = set()
     for kernel, arguments, options in launches:
-        if once and kernel.fn.__name__ in seen:
+        if quick and (kernel.fn.__name__ in seen or kernel.fn.__name__ != QUICK[capability]):
             continue
         seen.add(kernel.fn.__name__)
         began = time.process_time()
@@ -172,13 +175,13 @@ def main() -> int:
     quick = parser.parse_args().quick
     faults: list[str] = []
     for capability in SHARED_MEMORY:
-        device = paged_attention.Device(num_processors=PROCESSORS, is_hopper=capability >= 90)
+        device = paged_attention.Device.of(SimpleNamespace(multi_processor_count=PROCESSORS, major=capability // 10))
         for size in SIZES:
             for dtype in (torch.bfloat16, torch.float32):
                 if not quick or (size, capability, dtype) == ("270m", 80, torch.bfloat16):
-                    faults += check(launches_of(partial(run_layers, size, dtype, device)), capability, once=quick)
+                    faults += check(launches_of(partial(run_layers, size, dtype, device)), capability, quick=quick)
         if not quick or capability == 90:
-            faults += check(launches_of(run_sampling), capability, once=quick)
+            faults += check(launches_of(run_sampling), capability, quick=quick)
     print("\n".join(faults) or "All kernels compile and fit.")
     return bool(faults)
 

@@ -7,13 +7,10 @@ import pytest
 import torch
 
 from model.ops import AttentionMetadata
-from model.ops.reference import ReferenceOps
-from tests.model.ops_cpu.harness import AttentionCase
-
-pytest.importorskip("triton", reason="triton is not installed (it is made for Linux on x86-64)")
-
 from model.ops.cuda import CudaOps
+from model.ops.reference import ReferenceOps
 from model.ops.triton_kernels.common import INTERPRETED
+from tests.model.ops_cpu.harness import AttentionCase
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
