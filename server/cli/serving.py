@@ -186,7 +186,8 @@ def exit_at_once(code: int) -> NoReturn:
     """End without tearing the interpreter down: native code of the loading thread, or of a step that goes on, would abort the
     process in that. What the process started, a compiler, ends with it."""
     for child in psutil.Process().children(recursive=True):
-        child.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile, as ranks do when one of them has
+            child.kill()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -7,8 +7,10 @@ import time
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
+from server.cli import serving
 from tests.cli.processes import ROOT
 from tests.cli.serve_process import start, wait_until_ready
 from tests.fakes import BOS, HANG
@@ -67,3 +69,15 @@ def test_a_step_that_hangs_ends_the_process(is_told_to_stop: bool) -> None:
     assert error.rstrip().endswith("gemserve: error: EngineHungError: a step of the model did not end within 1 seconds")
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
+
+
+def test_the_end_at_once_takes_children_that_end_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    process = psutil.Process(gone.pid)
+    gone.wait()
+    codes: list[int] = []
+    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [process])
+    monkeypatch.setattr("server.cli.serving.os._exit", codes.append)
+    monkeypatch.setattr("server.cli.serving.logging.shutdown", lambda: None)
+    serving.exit_at_once(130)
+    assert codes == [130]
