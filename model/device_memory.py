@@ -175,7 +175,8 @@ def largest_steps(
         return SequenceChunk([token_id] * num_tokens, start, [1] * total, local_table, _DEAREST, samples=True)
 
     decode = chunk(1)
-    longer, spare = [], max_num_batched_tokens - max_num_seqs  # beyond one token of each sequence
+    longer: list[SequenceChunk] = []
+    spare = max_num_batched_tokens - max_num_seqs  # tokens beyond one of each sequence
     while spare > 0 and len(longer) < max_num_seqs and max_model_len > 1:
         longer.append(chunk(min(1 + spare, max_model_len)))
         spare -= len(longer[-1].token_ids) - 1
