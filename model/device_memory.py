@@ -160,7 +160,10 @@ def profile_memory(
 def largest_steps(
     runner: "ModelRunner", max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int
 ) -> Iterator[list[SequenceChunk]]:
-    """Steps that take the most memory: as many tokens and sampled rows as may be, at the longest length; then decodes alone."""
+    """Steps that take the most memory: as many tokens and sampled rows as may be, at the longest length; then decodes alone.
+
+    Where one sequence is too short to fill a step, several are computed in it.
+    """
     spec = runner.spec
     token_id = runner.config.bos_token_id
     total = ceil_div(max_model_len, spec.block_size)
@@ -171,9 +174,13 @@ def largest_steps(
         local_table = [0] * first + [1] * (total - first)
         return SequenceChunk([token_id] * num_tokens, start, [1] * total, local_table, _DEAREST, samples=True)
 
-    num_decodes = max_num_seqs - 1
     decode = chunk(1)
-    yield [chunk(min(max_num_batched_tokens - num_decodes, max_model_len)), *[decode] * num_decodes]
+    longer: list[SequenceChunk] = []
+    spare = max_num_batched_tokens - max_num_seqs  # tokens beyond one of each sequence
+    while spare > 0 and len(longer) < max_num_seqs and max_model_len > 1:
+        longer.append(chunk(min(1 + spare, max_model_len)))
+        spare -= len(longer[-1].token_ids) - 1
+    yield [*longer, *[decode] * (max_num_seqs - len(longer))]
     yield [decode] * max_num_seqs
 
 

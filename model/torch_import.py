@@ -1,14 +1,16 @@
 """How a server imports torch in half of the usual time. Two of its modules serve only those who trace, export or compile models;
-they take a third of ``import torch``, and ``defer_unused_modules`` puts them off until something asks for one of their names,
-which nothing here does. ``preload_libraries`` maps and links torch's libraries in a thread, outside the interpreter's lock, so
-that the import finds them done. Neither changes what torch computes. Importing this module imports no torch."""
+they take a third of ``import torch``, and ``defer_unused_modules`` puts them off until something asks for one of their names or
+imports another module of torch, which nothing here does. All of torch works as ever then, but for operators on tensors without
+data ("meta"), of which nothing here uses more than shapes. ``preload_libraries`` maps and links torch's libraries in a thread,
+outside the interpreter's lock, so that the import finds them done. Neither changes what torch computes. Importing this module
+imports no torch."""
 
 import ctypes
 import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import PackageNotFoundError, version
@@ -52,20 +54,67 @@ def preload_libraries() -> threading.Thread | None:
 
 
 class _DeferringFinder(MetaPathFinder):
+    """Puts off the modules of UNUSED_MODULES. All of them are executed before any other module of torch is imported late: such a
+    module may need them, and in the middle of its own import they would meet one that is half done."""
+
+    def __init__(self) -> None:
+        self._deferred: dict[str, _DeferringLoader] = {}
+
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname not in UNUSED_MODULES:
+        if fullname.startswith("torch.") and self._deferred and _is_initialized("torch"):
+            self.execute_all()
+            if fullname in sys.modules:  # one of those that came with them: it must not be executed twice
+                return ModuleSpec(fullname, _LoadedLoader(sys.modules[fullname]))
+        if fullname not in UNUSED_MODULES or _is_initialized("torch"):
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _DeferringLoader(spec.loader)
+            spec.loader = self._deferred[fullname] = _DeferringLoader(spec.loader, self)
         return spec
+
+    def execute_all(self) -> None:
+        """In the order of torch's own import. What these modules import in their turn finds nothing left to do."""
+        deferred, self._deferred = self._deferred, {}
+        for _, loader in sorted(deferred.items()):
+            loader.execute()
+
+
+def _is_initialized(name: str) -> bool:
+    """Whether a module has been imported to its end."""
+    module = sys.modules.get(name)
+    return module is not None and not getattr(module.__spec__, "_initializing", False)
+
+
+def _let_generators_be_made() -> None:
+    """``torch._meta_registrations`` brings the type of torch.Generator, without which none can be made."""
+    import torch
+    from torch._opaque_base import OpaqueBaseMeta
+
+    torch._C._set_generator_metaclass(OpaqueBaseMeta)
+
+
+class _LoadedLoader(Loader):
+    """Gives a module that came while its import had begun already."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+        module.__spec__ = None  # else the import takes that, in place of the one that it is given
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec
 
 
 class _DeferringLoader(Loader):
     """Gives a module that is executed when the first of its names is asked for."""
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: Loader, finder: _DeferringFinder | None = None) -> None:
+        """With a ``finder``, whatever else it has put off is executed first, and what others need of the module is there."""
         self._loader = loader
+        self._finder = finder
+        self.execute: Callable[[], None] = lambda: None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -74,14 +123,10 @@ class _DeferringLoader(Loader):
         lock = threading.RLock()
         is_running = False
 
-        def execute_first(name: str) -> object:
+        def execute() -> None:
             nonlocal is_running
-            if name.startswith("__"):  # what others look for in every module, such as __warningregistry__
-                raise AttributeError(name)
             with lock:
-                if is_running:  # the module's own code, as in any circular import
-                    raise AttributeError(f"module {module.__name__!r} has no attribute {name!r} yet")
-                if module.__dict__.get("__getattr__") is execute_first:
+                if not is_running and module.__dict__.get("__getattr__") is execute_first:
                     is_running = True
                     try:
                         self._loader.exec_module(module)
@@ -89,6 +134,19 @@ class _DeferringLoader(Loader):
                         is_running = False
                     if module.__dict__.get("__getattr__") is execute_first:
                         del module.__dict__["__getattr__"]
+
+        def execute_first(name: str) -> object:
+            if name.startswith("__"):  # what others look for in every module, such as __warningregistry__
+                raise AttributeError(name)
+            if self._finder is not None:
+                self._finder.execute_all()
+            with lock:
+                if is_running:  # the module's own code, as in any circular import
+                    raise AttributeError(f"module {module.__name__!r} has no attribute {name!r} yet")
+                execute()
             return getattr(module, name)
 
+        self.execute = execute
         module.__dict__["__getattr__"] = execute_first
+        if module.__name__ == "torch._meta_registrations":
+            _let_generators_be_made()

@@ -20,6 +20,7 @@ import psutil
 import uvicorn
 
 from model.errors import ConfigError, ModelError
+from model.parallel.ranks import RankError
 from server.engine.loaded import LoadedEngine, load_engine, open_weight_cache
 from server.logs import configure_logging
 from server.settings import Settings
@@ -55,7 +56,9 @@ class Server(uvicorn.Server):
     def has_native_work(self) -> bool:
         """A thread may be in native code, while it loads or in a step: the end of the interpreter would abort the process."""
         engine = self._state.engine
-        return self._state.is_loading or (engine is not None and not engine.has_stopped)
+        if self._state.is_loading or isinstance(self._state.load_error, RankError):  # of which the loading thread knows nothing
+            return True
+        return engine is not None and not engine.has_stopped
 
     def end_with(self, fault: BaseException) -> None:
         self.fault = fault
@@ -186,7 +189,8 @@ def exit_at_once(code: int) -> NoReturn:
     """End without tearing the interpreter down: native code of the loading thread, or of a step that goes on, would abort the
     process in that. What the process started, a compiler, ends with it."""
     for child in psutil.Process().children(recursive=True):
-        child.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile, as ranks do when one of them has
+            child.kill()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -7,8 +7,15 @@ import time
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
+import uvicorn
 
+from model.errors import ConfigError, ModelError
+from model.parallel.ranks import RankError
+from server.app import create_app
+from server.cli import serving
+from server.settings import Settings
 from tests.cli.processes import ROOT
 from tests.cli.serve_process import start, wait_until_ready
 from tests.fakes import BOS, HANG
@@ -67,3 +74,23 @@ def test_a_step_that_hangs_ends_the_process(is_told_to_stop: bool) -> None:
     assert error.rstrip().endswith("gemserve: error: EngineHungError: a step of the model did not end within 1 seconds")
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
+
+
+def test_the_end_at_once_takes_children_that_end_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    process = psutil.Process(gone.pid)
+    gone.wait()
+    codes: list[int] = []
+    monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [process])
+    monkeypatch.setattr("server.cli.serving.os._exit", codes.append)
+    monkeypatch.setattr("server.cli.serving.logging.shutdown", lambda: None)
+    serving.exit_at_once(130)
+    assert codes == [130]
+
+
+@pytest.mark.parametrize(("error", "is_left"), [(RankError("rank 1 has ended"), True), (ConfigError("--flag is wrong"), False)])
+def test_a_loading_thread_that_waits_for_a_rank_is_not_waited_for(error: ModelError, is_left: bool) -> None:
+    """Where a rank ends while a model is loaded, rank 0's thread is left in native code: interpreter and it must not meet."""
+    app = create_app(Settings())
+    app.state.server.load_error = error
+    assert serving.Server(uvicorn.Config(app), app.state.server, None).has_native_work is is_left

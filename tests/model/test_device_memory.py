@@ -103,6 +103,9 @@ def test_the_largest_steps_are_what_the_settings_allow(model: Gemma3) -> None:
         assert chunk.local_block_table == [0] * first + [1] * (25 - first)
     (alone,), _ = largest_steps(runner, max_num_batched_tokens=512, max_num_seqs=1, max_model_len=100)
     assert len(alone.token_ids) == 100
+    short, _ = largest_steps(runner, max_num_batched_tokens=512, max_num_seqs=20, max_model_len=100)
+    assert [len(chunk.token_ids) for chunk in short] == [100] * 4 + [97] + [1] * 15, "one sequence does not fill a step"
+    assert sum(len(chunk.token_ids) for chunk in short) == 512
 
 
 def test_graphs_are_the_pool_of_the_largest_and_as_much_for_each_other_as_for_the_second(model: Gemma3) -> None:

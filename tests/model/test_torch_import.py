@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from model import torch_import
 from model.torch_import import _DeferringFinder, _DeferringLoader, defer_unused_modules
@@ -33,6 +34,8 @@ assert deferred() == UNUSED_MODULES, deferred()
 x = torch.arange(6.0).view(2, 3)
 assert torch.nn.functional.linear(x, x).tolist() == [[5.0, 14.0], [14.0, 50.0]]
 assert torch.empty(2, 3, device="meta").shape == (2, 3)
+assert torch.randint(9, (3,), generator=torch.Generator().manual_seed(1)).tolist() == EXPECTED
+assert deferred() == UNUSED_MODULES, deferred()
 assert torch.export.Dim("rows").__name__ == "rows"
 assert "torch.export" not in deferred()
 from torch import _meta_registrations
@@ -40,9 +43,41 @@ assert callable(_meta_registrations.register_meta)
 assert deferred() == set()
 """
 
+LATE_IMPORT = """
+from model.torch_import import defer_unused_modules
+
+defer_unused_modules()
+import os
+import sys
+import torch
+assert "__getattr__" in vars(sys.modules["torch._meta_registrations"])
+if os.fork() == 0:
+    import torch._prims  # one of those that the unused ones import
+    assert torch._prims.__spec__.submodule_search_locations
+    import torch._prims.rng_prims, torch._refs.linalg
+    assert "__getattr__" not in vars(sys.modules["torch._meta_registrations"])
+    os._exit(0)
+assert os.wait()[1] == 0
+with torch.profiler.profile():  # imports more of torch, which needs all of it
+    gradient = torch.func.grad(lambda x: x.sin().sum())(torch.zeros(2))
+assert gradient.tolist() == [1.0, 1.0]
+assert "__getattr__" not in vars(sys.modules["torch._meta_registrations"])
+assert torch.empty(4, 4, device="meta").softmax(-1).masked_fill(torch.empty(4, 4, device="meta") > 0, 1.0).shape == (4, 4)
+assert torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(1)).item() == 1.0
+"""
+
 
 def test_two_modules_are_put_off_until_something_asks_for_them() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    expected = torch.randint(9, (3,), generator=torch.Generator().manual_seed(1)).tolist()
+    run(PROGRAM.replace("EXPECTED", str(expected)))
+
+
+def test_what_torch_imports_later_finds_them_executed() -> None:
+    run(LATE_IMPORT)
+
+
+def run(program: str) -> None:
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
