@@ -117,8 +117,16 @@ async def _warm_up_grammars(state: ServerState) -> None:
     await state.loaded_once.wait()
     loaded = state.loaded
     assert loaded is not None
+    stats, num_steps = loaded.engine.stats, 0
+
+    def is_idle() -> bool:
+        """Nothing runs, nor has anything run since the last call: short requests come and go between two of them."""
+        nonlocal num_steps
+        before, num_steps = num_steps, sum(stats.steps_total.values())
+        return num_steps == before and stats.num_running + stats.num_waiting == 0
+
     try:
-        await loaded.grammars.warm_up_when_idle(lambda: loaded.engine.stats.num_running + loaded.engine.stats.num_waiting == 0)
+        await loaded.grammars.warm_up_when_idle(is_idle)
     except Exception as error:  # the first request with a constraint tries again, and is told
         logger.warning("structured output could not be prepared: %s", str(error) or type(error).__name__)
 

@@ -4,6 +4,8 @@ A single token that still does not fit fails its own sequence. Imports no torch.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from model.sequence_chunk import ChunkResult, Runner, SequenceChunk, StepMemoryError
 
 NO_MEMORY = "The server ran out of memory while it computed this request."
@@ -32,7 +34,9 @@ def run_within_memory(
     parts = [run_within_memory(runner, [part], on_fault)[0] for part in _halves(chunk)]
     failure = next((part.error for part in parts if part.error is not None), None)
     prompt_logprobs = [entry for part in parts for entry in part.prompt_logprobs]
-    return [replace(parts[-1], prompt_logprobs=prompt_logprobs, error=failure)]
+    sums = [part.hidden_sum for part in parts if part.hidden_sum is not None]
+    hidden_sum = np.sum(sums, axis=0) if sums else None
+    return [replace(parts[-1], prompt_logprobs=prompt_logprobs, hidden_sum=hidden_sum, error=failure)]
 
 
 def _halves(chunk: SequenceChunk) -> tuple[SequenceChunk, SequenceChunk]:

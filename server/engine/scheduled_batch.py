@@ -42,6 +42,10 @@ class ScheduledBatch:
     def num_prefill_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.prefills)
 
+    def append_decode(self, request: Request) -> None:
+        self.group = None
+        self.decodes.append(request)
+
     def drop(self, request: Request) -> None:
         self.group = None
         self.decodes[:] = [other for other in self.decodes if other is not request]

@@ -187,7 +187,7 @@ class Scheduler:
             assert allocated, "admission counted too few blocks"
             self._count_admission(request, hit.num_tokens, hit.limited_by)
             if _decodes(request):
-                batch.decodes.append(request)  # it was preempted, and finds all but its last token in the prefix cache
+                batch.append_decode(request)  # it was preempted, and finds all but its last token in the prefix cache
             else:
                 batch.prefills.append(ScheduledChunk(request, chunk))
             used += chunk

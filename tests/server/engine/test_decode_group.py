@@ -77,3 +77,18 @@ def test_one_that_wants_more_than_its_token_sends_all_the_general_way(odd: dict[
     assert engine.tokens(other) == expected_tokens(prompt(7, 7), 10)
     for i, request in enumerate(requests):
         assert engine.tokens(request) == expected_tokens(prompt(5 + i, i), 30)
+
+
+def test_one_that_was_preempted_and_finds_itself_in_the_prefix_cache_joins_those_that_decode() -> None:
+    """Both say the same, so that all that the second has computed is found where the first has it."""
+    engine = Harness(num_global_blocks=21)
+    requests = [engine.add(prompt(3), max_tokens=count) for count in (60, 40)]
+    joined = False
+    while engine.core.has_work:
+        group, num_admissions = engine.core.scheduler._group, engine.kv.num_admissions
+        engine.step()
+        joined = joined or (group is not None and engine.kv.num_admissions > num_admissions and len(engine.runner.steps[-1]) == 2)
+    assert joined
+    assert engine.core.stats.preemptions_total > 0
+    for request, count in zip(requests, (60, 40), strict=True):
+        assert engine.tokens(request) == expected_tokens(prompt(3), count)

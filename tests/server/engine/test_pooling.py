@@ -31,6 +31,16 @@ def test_a_prompt_in_chunks_is_pooled_whole(max_num_batched_tokens: int) -> None
         assert mean(harness, request_id) == pytest.approx(expected(PROMPT[:length]))
 
 
+@pytest.mark.parametrize("memory", [1, 3, 5, 20])
+def test_a_prompt_whose_step_runs_in_parts_for_lack_of_memory_is_pooled_whole(memory: int) -> None:
+    harness = Harness()
+    harness.runner.memory = memory
+    request = harness.add(PROMPT, max_tokens=0, pools=True)
+    harness.run()
+    assert harness.runner.num_refused > 0
+    assert mean(harness, request) == pytest.approx(expected(PROMPT))
+
+
 def test_a_cached_prefix_is_computed_again() -> None:
     harness = Harness()
     for _ in range(2):
