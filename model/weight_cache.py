@@ -26,6 +26,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from model.file_lock import lock_file
 from model.host import anonymous_memory, cpu_flags
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ class WeightCache:
         try:
             with os.fdopen(descriptor, "wb") as stream:
                 with contextlib.suppress(OSError):  # a file system without locks
-                    _lock(stream)  # goes with the process, however it ends
+                    lock_file(stream)  # goes with the process, however it ends
                 layout.write(stream)
                 stream.flush()
                 os.fsync(stream.fileno())
@@ -164,7 +165,7 @@ class WeightCache:
         for file in self._folder.glob(f"{self._half_written}*"):
             with contextlib.suppress(OSError), file.open("rb") as stream:
                 try:
-                    _lock(stream)
+                    lock_file(stream)
                 except BlockingIOError:
                     return True
         return False
@@ -177,7 +178,7 @@ class WeightCache:
                 if age <= JUST_MADE_SECONDS:
                     continue
                 if age <= ABANDONED_SECONDS:
-                    _lock(stream)  # OSError: whoever writes it is still there, or nobody can know
+                    lock_file(stream)  # OSError: whoever writes it is still there, or nobody can know
                 file.unlink()
         entries = []
         for file in self._folder.glob(f"*{SUFFIX}"):
@@ -265,13 +266,6 @@ def _read_entry(stream: Any) -> _Entry:
     if zlib.crc32(view) != body_sum:
         raise _DamagedError("the checksum of its weights is wrong")
     return _Entry(json.loads(header), body)
-
-
-def _lock(stream: BinaryIO) -> None:
-    """Raises OSError where another process has the lock."""
-    import fcntl  # not on Windows
-
-    fcntl.flock(stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _forms(entry: _Entry) -> "dict[str, PackedForm]":

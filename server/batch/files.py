@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from model.errors import ModelError
+from model.file_lock import lock_file
 from server.errors import shorten
 from server.settings import SettingsError
 
@@ -157,10 +158,8 @@ class BatchOutput:
 def _take_alone(file: FileIO) -> None:
     """Until it is closed or the process ends. Raises BlockingIOError where another process has it; not every system has locks."""
     with contextlib.suppress(ImportError):
-        import fcntl
-
         try:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(file)
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
                 raise
