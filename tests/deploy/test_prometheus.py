@@ -5,7 +5,6 @@ missing the tests are skipped, unless GEMSERVE_NEEDS_PROMETHEUS is set."""
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import yaml
 from tests.deploy import prometheus_files as files
 from tests.http.cache.tiny_server import tiny_server
 from tests.http.live_server import LiveServer
+from tests.ports import free_port
 from tests.tiny import write_tiny_folder
 
 NEEDED = bool(os.environ.get("GEMSERVE_NEEDS_PROMETHEUS"))
@@ -83,12 +83,6 @@ class Prometheus:
 
     def close(self) -> None:
         self._client.close()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ GEMSERVE_NEEDS_NGINX is set."""
 
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 
 from tests.fakes import BOS, HANG, FakeRunner, fake_engine_factory
 from tests.http.live_server import LiveServer, live_server
+from tests.ports import free_port
 
 # `/` speaks HTTP/1.0 to the server and closes, as is nginx's default; `/pooled/` keeps connections.
 CONFIGURATION = """
@@ -78,12 +78,6 @@ def proxy(upstream: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> Ite
     finally:
         process.terminate()
         process.wait(60)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def wait_for_answer(client: httpx.Client, process: "subprocess.Popen[bytes]", log: Path) -> None:

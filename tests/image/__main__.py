@@ -3,7 +3,6 @@ SIGTERM in the middle of a stream. Says what was checked, one line each; ends wi
 
 import argparse
 import json
-import socket
 import sys
 import tempfile
 import time
@@ -15,16 +14,10 @@ import httpx
 
 from tests.image.build import ROOT, build_image, image_config, make_base, require_tools
 from tests.image.container import Container, mounted_image
+from tests.ports import free_port
 from tests.tiny import write_tiny_folder
 
 STREAM_TOKENS = 1500  # seconds of work for the tiny model: still under way when the signal comes
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def passed(what: str) -> None:

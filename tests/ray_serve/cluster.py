@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,19 +21,13 @@ from model.checkpoint.base import expected_shapes
 from model.config import Gemma3Config
 from tests.deploy.kustomize import ROOT
 from tests.deploy.replicas import wait_until
+from tests.ports import free_port
 from tests.server.text.small_tokenizer import build_library_tokenizer
 from tests.tiny import HF_CONFIG
 
 # Large enough that the model's steps, and not HTTP, are what a replica's core is busy with.
 CONFIG = HF_CONFIG | {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "head_dim": 64}
 DEPLOYMENT = "gemserve"
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def arguments(model: Path, replicas: int) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import argparse
 import contextlib
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 import httpx
 
 from tests.deploy.replicas import Replica, replicas, wait_until
+from tests.ports import free_port
 from tests.tiny import write_tiny_folder
 
 LACKING = ("/v1/rerank", "/v1/audio/speech", "/pooling")
@@ -30,13 +30,6 @@ NUM_CLIENTS, NUM_LOAD_REQUESTS, LOAD_TOKENS = 6, 60, 100
 
 def passed(what: str) -> None:
     print(f"router: {what}", flush=True)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @contextlib.contextmanager
