@@ -22,11 +22,9 @@ ShortText = Annotated[str, Field(max_length=MAX_OPTION_CHARACTERS), AfterValidat
 Name = Annotated[str, Field(max_length=512), AfterValidator(check_text)]
 
 
-def _with_json_as_text(value: object) -> object:
-    """Parts of JSON become text; what is no list of parts is left to the checks of parts."""
-    if not isinstance(value, list):
-        return value
-    return [_json_text(part) if isinstance(part, dict) and part.get("type") == "input_json" else part for part in value]
+def _with_json_as_text(parts: list[Any]) -> list[Any]:
+    """Parts of JSON become text."""
+    return [_json_text(part) if isinstance(part, dict) and part.get("type") == "input_json" else part for part in parts]
 
 
 def _json_text(part: dict[str, Any]) -> dict[str, Any]:
@@ -40,7 +38,10 @@ def _json_text(part: dict[str, Any]) -> dict[str, Any]:
 def _check_item(value: object) -> object:
     if not isinstance(value, dict):
         return value
-    return {name: _with_json_as_text(part) if name in ("content", "output") else part for name, part in value.items()}
+    return {
+        name: _with_json_as_text(content) if name in ("content", "output") and isinstance(content, list) else content
+        for name, content in value.items()
+    }
 
 
 def _check_input(value: object) -> object:
@@ -60,7 +61,7 @@ def _check_instructions(value: object) -> object:
     if not isinstance(value, list):
         return value
     texts = []
-    for part in _with_json_as_text(value):  # type: ignore[attr-defined]  # a list stays one
+    for part in _with_json_as_text(value):
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str):
             raise wrong_type("expected parts such as {'type': 'input_text', 'text': '…'}")
