@@ -43,10 +43,6 @@ class CudaOps(ReferenceOps):
     def name(self) -> str:
         return "cuda (Triton)"
 
-    @property
-    def num_processors(self) -> int:
-        return self.traits.num_processors
-
     # -- linear layers ---------------------------------------------------------------------------------------------------------
 
     def logits(self, x: torch.Tensor, head: LinearWeight) -> torch.Tensor:
