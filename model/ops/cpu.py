@@ -63,8 +63,9 @@ class CpuOps(ReferenceOps):
 
     def pack_linear(self, weight: torch.Tensor, role: LinearRole, *, shared: bool = False) -> LinearWeight:
         assert weight.dtype == self.dtype
-        keep_plain = self._leaves_batches_to_torch and role != "head"
-        return pack_weight(self._library, weight, choose_storage(weight, self.weights, role), keep_plain=keep_plain)
+        storage, is_head = choose_storage(weight, self.weights, role), role == "head"
+        keep_plain = self._leaves_batches_to_torch and not is_head
+        return pack_weight(self._library, weight, storage, keep_plain=keep_plain, may_be_int5=not is_head)
 
     @property
     def stores_packed_weights(self) -> bool:

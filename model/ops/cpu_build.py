@@ -191,6 +191,7 @@ def _declare(library: ctypes.CDLL) -> None:
     arguments = ctypes.c_char_p  # a packed record
     signatures = {
         "pack_linear": (pointer, pointer, int_, int_),
+        "few_bits_needed": (pointer, int_, long, long, pointer, int_),
         "linear": (pointer, pointer, int_, long, pointer, int_, int_),
         "advise_huge_pages": (pointer, long),
         "rms_norm": (pointer, pointer, pointer, long, long, float_, int_, int_),
@@ -212,8 +213,16 @@ def _declare(library: ctypes.CDLL) -> None:
         function.restype = None
     library.vector_width.argtypes = ()
     library.vector_width.restype = int_
-    library.packed_elements.argtypes = (long, long)
-    library.packed_elements.restype = long
+    sizes = {
+        "packed_elements": (long, long),
+        "few_bits_panels": (long,),
+        "few_bits_panel_bytes": (long, int_),
+        "few_bits_scales": (long, long),
+    }
+    for name, types in sizes.items():
+        function = getattr(library, name)
+        function.argtypes = types
+        function.restype = long
 
 
 def main() -> None:

@@ -10,10 +10,12 @@ from model.ops import LinearRole, PackedForm
 
 # "exact" keeps weights as they are, in bfloat16 where that loses nothing (half the bytes to read), else in float32. The others
 # round: to bfloat16; to int8 in groups of 32 inputs; to int4 likewise, but the head, whose errors are the logits' own, to int8.
+# What comes from 4 or 5 bits and is to be int8 becomes "int5", which loses nothing by it: 5 bits where they hold the values, else 8.
 WeightStorage = Literal["exact", "float32", "bfloat16", "int8", "int4"]
-GROUP = 32  # inputs that share a scale, as in GGUF's Q8_0 and Q4_0
-_KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}
-_ELEMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "int4": torch.uint8}
+GROUP = 32  # inputs that share a scale, as in GGUF's Q8_0, Q5_0 and Q4_K
+INT5_SHARE = 0.75  # of the panels must fit 5 bits
+_KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int5": 3, "int4": 3}
+_ELEMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 class _Descriptor(ctypes.Structure):
@@ -35,7 +37,7 @@ class PackedWeight:
 
     out_features: int
     in_features: int
-    storage: str  # "float32", "bfloat16", "int8" or "int4"
+    storage: str  # "float32", "bfloat16", "int8", "int5" or "int4"
     data: torch.Tensor
     scales: torch.Tensor | None
     descriptor: _Descriptor
@@ -56,17 +58,52 @@ def choose_storage(weight: torch.Tensor, wanted: WeightStorage, role: LinearRole
     return "bfloat16" if weight.dtype == torch.bfloat16 or _fits_bfloat16(weight) else "float32"
 
 
-def pack_weight(library: ctypes.CDLL, weight: torch.Tensor, storage: str, *, keep_plain: bool = False) -> PackedWeight:
-    """Pack a weight [out_features, in_features] of float32 or bfloat16. ``keep_plain``: keep the weight as it is, too."""
-    out_features, in_features = weight.shape
-    num_elements = library.packed_elements(out_features, in_features)
-    data = torch.empty(num_elements // 2 if storage == "int4" else num_elements, dtype=_ELEMENTS[storage])
-    library.advise_huge_pages(data.data_ptr(), data.nbytes)
-    scales = torch.empty(num_elements // GROUP, dtype=torch.float16) if storage in ("int8", "int4") else None
+def pack_weight(
+    library: ctypes.CDLL, weight: torch.Tensor, storage: str, *, keep_plain: bool = False, may_be_int5: bool = False
+) -> PackedWeight:
+    """Pack a weight [out_features, in_features] of float32 or bfloat16.
+
+    ``keep_plain``: keep the weight as it is, too. ``may_be_int5``: instead of int8, where five bits hold most of it exactly.
+    """
     source = weight.contiguous()
-    packed = _described(out_features, in_features, storage, data, scales, source if keep_plain else None)
+    bits = None
+    if storage == "int4":
+        bits = torch.full((library.few_bits_panels(source.shape[0]),), 4, dtype=torch.uint8)
+    elif storage == "int8" and may_be_int5:
+        bits = _bits_needed(library, source)
+        storage = "int8" if bits is None else "int5"
+    data, scales = _room(library, source.shape, storage, bits)
+    packed = _described(*source.shape, storage, data, scales, source if keep_plain else None)
     library.pack_linear(packed.address, source.data_ptr(), int(source.dtype == torch.bfloat16), torch.get_num_threads())
     return packed
+
+
+def _bits_needed(library: ctypes.CDLL, weight: torch.Tensor) -> torch.Tensor | None:
+    """Bits of every panel of an int5 weight, uint8 [panels]; None if it should rather be int8."""
+    bits = torch.empty(library.few_bits_panels(weight.shape[0]), dtype=torch.uint8)
+    is_bfloat16 = int(weight.dtype == torch.bfloat16)
+    library.few_bits_needed(weight.data_ptr(), is_bfloat16, *weight.shape, bits.data_ptr(), torch.get_num_threads())
+    return bits if bool(bits.all()) and int((bits == 5).sum()) >= INT5_SHARE * len(bits) else None
+
+
+def _room(
+    library: ctypes.CDLL, shape: torch.Size, storage: str, bits: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Tensors for the data and the scales. Data of few bits begin with the places of their panels (cpp/few_bits.cpp)."""
+    out_features, in_features = shape
+    if bits is None:
+        num_elements = library.packed_elements(out_features, in_features)
+        data = torch.empty(num_elements, dtype=_ELEMENTS[storage])
+        scales = torch.empty(num_elements // GROUP, dtype=torch.float16) if storage == "int8" else None
+    else:
+        header = -(-8 * (len(bits) + 1) // 64) * 64
+        sizes = torch.tensor([library.few_bits_panel_bytes(in_features, few) for few in bits.tolist()])
+        places = torch.cat([torch.tensor([header]), header + sizes.cumsum(0)])
+        data = torch.empty(int(places[-1]), dtype=torch.uint8)
+        data[: places.nbytes] = places.view(torch.uint8)
+        scales = torch.empty(library.few_bits_scales(out_features, in_features), dtype=torch.float16)
+    library.advise_huge_pages(data.data_ptr(), data.nbytes)
+    return data, scales
 
 
 def take_apart(weight: PackedWeight) -> PackedForm:

@@ -3,9 +3,10 @@
 // Every output is one chain of fused multiply-adds over k in ascending order, in one lane, starting from zero. How many rows
 // share a tile, how many panels run side by side and where the k loop is cut changes nothing in that chain (a float32 sum that
 // goes through memory stays what it is), so a row's result never depends on its neighbours: bit for bit.
-#include "kernels.h"
-
 #include <sys/mman.h>
+
+#include "few_bits.h"
+#include "kernels.h"
 
 namespace gemserve {
 namespace {
@@ -178,8 +179,10 @@ void advise_huge_pages(void* data, int64_t bytes) {
 void pack_linear(const PackedWeight* weight, const void* source, int32_t source_bf16, int32_t threads) {
   const bf16* narrow_source = static_cast<const bf16*>(source);
   const float* wide_source = static_cast<const float*>(source);
-  if (weight->kind >= kInt8)
-    pack_quantized(*weight, source, source_bf16, threads);
+  if (weight->kind == kInt8)
+    pack_int8(*weight, source, source_bf16, threads);
+  else if (weight->kind == kFewBits)
+    pack_few_bits(*weight, source, source_bf16, threads);
   else if (weight->kind == kFloat32)
     source_bf16 ? pack_panels<float>(*weight, narrow_source, threads) : pack_panels<float>(*weight, wide_source, threads);
   else
@@ -188,7 +191,8 @@ void pack_linear(const PackedWeight* weight, const void* source, int32_t source_
 
 void linear(const PackedWeight* weight, const void* x, int32_t x_bf16, int64_t m, void* out, int32_t out_bf16, int32_t threads) {
   if (m == 0) return;
-  if (weight->kind >= kInt8) return linear_quantized(*weight, x, x_bf16, m, out, out_bf16, threads);
+  if (weight->kind == kInt8) return linear_int8(*weight, x, x_bf16, m, out, out_bf16, threads);
+  if (weight->kind == kFewBits) return linear_few_bits(*weight, x, x_bf16, m, out, out_bf16, threads);
   const RowTiles tiles(m);
   float* packed = workspace<float, kInputs>(m * weight->k);
   if (x_bf16)

@@ -10,15 +10,17 @@
 
 namespace gemserve {
 
-enum Kind : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3 };
+enum Kind : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kFewBits = 3 };
+
+using half = uint16_t;  // float16 bits
 
 // A weight [n, k], kept in panels of NR output features: panel p holds [k][NR] values, zeros beyond n. bfloat16 panels interleave
-// feature j and feature j + W in one 32-bit lane, so that a shift and a mask widen them. quantized.cpp describes the other forms.
+// feature j and feature j + W in one 32-bit lane, so that a shift and a mask widen them. int8.cpp and few_bits.h describe the other forms.
 struct PackedWeight {
   void* data;
-  void* scales;  // int8 and int4 only: float16
+  void* scales;  // int8 and few bits only: float16
   int64_t n, k;
-  int64_t group;  // int8 and int4 only: consecutive inputs that share a scale
+  int64_t group;  // int8 and few bits only: consecutive inputs that share a scale
   int32_t kind;
 };
 
@@ -74,7 +76,7 @@ inline void write_rows(const float* sums, int64_t stride, int64_t rows, int64_t 
   }
 }
 
-void linear_quantized(const PackedWeight& weight, const void* x, bool x_bf16, int64_t m, void* out, bool out_bf16, int threads);
-void pack_quantized(const PackedWeight& weight, const void* source, bool source_bf16, int threads);
+void linear_int8(const PackedWeight& weight, const void* x, bool x_bf16, int64_t m, void* out, bool out_bf16, int threads);
+void pack_int8(const PackedWeight& weight, const void* source, bool source_bf16, int threads);
 
 }  // namespace gemserve

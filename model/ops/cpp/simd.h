@@ -51,6 +51,13 @@ template <int bits>
 INLINE vi shift_left(vi a) { return _mm512_slli_epi32(a, bits); }
 template <int bits>
 INLINE vi shift_right(vi a) { return _mm512_srli_epi32(a, bits); }
+INLINE vi ori(vi a, vi b) { return _mm512_or_si512(a, b); }
+INLINE vi shift_left_by(vi a, int bits) { return _mm512_slli_epi32(a, bits); }
+INLINE vi shift_right_by(vi a, int bits) { return _mm512_srli_epi32(a, bits); }
+INLINE vf load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+INLINE void store_int8(int8_t* p, vi v) {  // saturated
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(v));
+}
 INLINE vf load(const bf16* p) {
   return as_float(shift_left<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))));
 }
@@ -69,12 +76,6 @@ INLINE __m256 low_half(vf v) { return _mm512_castps512_ps256(v); }
 INLINE __m256 high_half(vf v) { return _mm512_extractf32x8_ps(v, 1); }
 INLINE __m256 half_sum(vf v) { return _mm256_add_ps(low_half(v), high_half(v)); }
 INLINE __m256 half_max(vf v) { return _mm256_max_ps(low_half(v), high_half(v)); }
-INLINE void load_int4_as_int16(const int8_t* p, vi& low, vi& high) {  // halves of bytes, 8 added
-  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  const __m256i mask = _mm256_set1_epi8(15), eight = _mm256_set1_epi8(8);
-  low = _mm512_cvtepi8_epi16(_mm256_sub_epi8(_mm256_and_si256(bytes, mask), eight));
-  high = _mm512_cvtepi8_epi16(_mm256_sub_epi8(_mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask), eight));
-}
 INLINE vi load_int8_as_int16(const int8_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 INLINE vi pair_dot(vi sum, vi a, vi b) {  // each lane: sum + a.low * b.low + a.high * b.high, int16 factors
 #if defined(__AVX512VNNI__)
@@ -83,6 +84,20 @@ INLINE vi pair_dot(vi sum, vi a, vi b) {  // each lane: sum + a.low * b.low + a.
   return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
 #endif
 }
+struct ByteSum {  // per lane of 32 bits: products of four unsigned with four signed bytes
+#if defined(__AVX512VNNI__)
+  vi lanes;
+  INLINE void add(vi weights, vi inputs, bool first) { lanes = _mm512_dpbusd_epi32(first ? set1i(0) : lanes, weights, inputs); }
+  INLINE vi times(int factor) const { return factor == 16 ? shift_left<4>(lanes) : lanes; }
+#else
+  vi words;  // two a lane; their sums must stay in int16
+  INLINE void add(vi weights, vi inputs, bool first) {
+    const vi products = _mm512_maddubs_epi16(weights, inputs);
+    words = first ? products : _mm512_add_epi16(words, products);
+  }
+  INLINE vi times(int factor) const { return _mm512_madd_epi16(words, set1i(factor << 16 | factor)); }
+#endif
+};
 
 #else
 
@@ -115,6 +130,14 @@ template <int bits>
 INLINE vi shift_left(vi a) { return _mm256_slli_epi32(a, bits); }
 template <int bits>
 INLINE vi shift_right(vi a) { return _mm256_srli_epi32(a, bits); }
+INLINE vi ori(vi a, vi b) { return _mm256_or_si256(a, b); }
+INLINE vi shift_left_by(vi a, int bits) { return _mm256_slli_epi32(a, bits); }
+INLINE vi shift_right_by(vi a, int bits) { return _mm256_srli_epi32(a, bits); }
+INLINE vf load_half(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+INLINE void store_int8(int8_t* p, vi v) {  // saturated
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+}
 INLINE vf load(const bf16* p) {
   return as_float(shift_left<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))));
 }
@@ -131,15 +154,18 @@ INLINE uint32_t equal_mask(vf a, vf b) { return _mm256_movemask_ps(_mm256_cmp_ps
 INLINE vf zero_where_less(vf value, vf a, vf b) { return _mm256_and_ps(value, _mm256_cmp_ps(a, b, _CMP_NLT_UQ)); }
 INLINE __m256 half_sum(vf v) { return v; }
 INLINE __m256 half_max(vf v) { return v; }
-INLINE void load_int4_as_int16(const int8_t* p, vi& low, vi& high) {  // halves of bytes, 8 added
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)), mask = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
-  low = _mm256_cvtepi8_epi16(_mm_sub_epi8(_mm_and_si128(bytes, mask), eight));
-  high = _mm256_cvtepi8_epi16(_mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(bytes, 4), mask), eight));
-}
 INLINE vi load_int8_as_int16(const int8_t* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 INLINE vi pair_dot(vi sum, vi a, vi b) {  // each lane: sum + a.low * b.low + a.high * b.high, int16 factors
   return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
 }
+struct ByteSum {  // per lane of 32 bits: products of four unsigned with four signed bytes
+  vi words;       // two a lane; their sums must stay in int16
+  INLINE void add(vi weights, vi inputs, bool first) {
+    const vi products = _mm256_maddubs_epi16(weights, inputs);
+    words = first ? products : _mm256_add_epi16(words, products);
+  }
+  INLINE vi times(int factor) const { return _mm256_madd_epi16(words, set1i(factor << 16 | factor)); }
+};
 
 #endif
 

@@ -1,10 +1,9 @@
-// y = x W^T with int8 or int4 weights that share a float16 scale per output feature and group of inputs (int8 as GGUF's Q8_0 does
-// with groups of 32, which is kept exactly), and activations rounded to 16 bits per row.
+// y = x W^T with int8 weights that share a float16 scale per output feature and group of inputs (as GGUF's Q8_0 does with groups
+// of 32, which is kept exactly), and activations rounded to 16 bits per row.
 //
-// An int8 panel holds [k / 2][2][W][2] int8: for a pair of inputs, W features and then the W next, each with both its weights; an
-// int4 panel [k / 2][W][2] bytes, the first W features in the low halves, the next in the high ones, 8 added. A panel's scales
-// are [k / group][NR]. Products and sums within a group are exact int32 (127 * 32767 * group must stay below 2^31), and groups
-// are added in ascending order in float32, so a row's result never depends on its neighbours.
+// A panel holds [k / 2][2][W][2] int8: for a pair of inputs, W features and then the W next, each with both its weights. A panel's
+// scales are [k / group][NR]. Products and sums within a group are exact int32 (127 * 32767 * group must stay below 2^31), and
+// groups are added in ascending order in float32, so a row's result never depends on its neighbours.
 #include <cmath>
 
 #include "linear.h"
@@ -12,40 +11,12 @@
 namespace gemserve {
 namespace {
 
-using half = uint16_t;  // float16 bits
-
-#if defined(GEMSERVE_WIDE)
-INLINE vf load_half(const half* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
-#else
-INLINE vf load_half(const half* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
-#endif
-
-// The two formats: bytes of a pair of inputs for NR features, and how they become W pairs of int16 and W more.
-struct Int8 {
-  static constexpr int64_t PAIR_BYTES = 2 * NR;
-  static constexpr float LOWEST = -127.0f, HIGHEST = 127.0f;
-  static INLINE void load(const int8_t* pair, vi& low, vi& high) {
-    low = load_int8_as_int16(pair);
-    high = load_int8_as_int16(pair + NR);
-  }
-  static void put(int8_t* pair, int feature, int input, int value) {
-    pair[(feature / W) * NR + (feature % W) * 2 + input] = static_cast<int8_t>(value);
-  }
-};
-struct Int4 {
-  static constexpr int64_t PAIR_BYTES = NR;
-  static constexpr float LOWEST = -8.0f, HIGHEST = 7.0f;
-  static INLINE void load(const int8_t* pair, vi& low, vi& high) { load_int4_as_int16(pair, low, high); }
-  static void put(int8_t* pair, int feature, int input, int value) {
-    uint8_t* byte = reinterpret_cast<uint8_t*>(pair) + (feature % W) * 2 + input;
-    *byte = static_cast<uint8_t>(*byte | (value + 8) << (feature / W * 4));
-  }
-};
+constexpr int64_t PAIR_BYTES = 2 * NR;  // of a pair of inputs for NR features
 
 // sums[MR][NP * NR] = x [k / 2][MR] (pairs of int16) times NP panels, not yet scaled by the rows' own scales.
-template <class Format, int MR, int NP>
+template <int MR, int NP>
 void tile(const int32_t* x, const int8_t* b, const half* scales, int64_t k, int64_t group, float* sums, int64_t stride) {
-  const int64_t panel_stride = k / 2 * Format::PAIR_BYTES, scale_stride = k / group * NR;
+  const int64_t panel_stride = k / 2 * PAIR_BYTES, scale_stride = k / group * NR;
   for (int r = 0; r < MR; ++r)
     for (int j = 0; j < NP * NR; j += W) store(sums + r * stride + j, zero());
   for (int64_t first = 0; first < k; first += group, scales += NR) {
@@ -57,10 +28,9 @@ void tile(const int32_t* x, const int8_t* b, const half* scales, int64_t k, int6
     for (int64_t pair = first / 2; pair < (first + group) / 2; ++pair) {
 #pragma GCC unroll 4
       for (int p = 0; p < NP; ++p) {
-        const int8_t* row = b + p * panel_stride + pair * Format::PAIR_BYTES;
+        const int8_t* row = b + p * panel_stride + pair * PAIR_BYTES;
         if (NP > 1 || MR < 4) _mm_prefetch(reinterpret_cast<const char*>(row) + 1024, _MM_HINT_T0);
-        vi low, high;
-        Format::load(row, low, high);
+        const vi low = load_int8_as_int16(row), high = load_int8_as_int16(row + NR);
 #pragma GCC unroll 16
         for (int r = 0; r < MR; ++r) {
           const vi inputs = set1i(x[pair * MR + r]);
@@ -83,24 +53,23 @@ void tile(const int32_t* x, const int8_t* b, const half* scales, int64_t k, int6
   }
 }
 
-template <class Format, int MR>
+template <int MR>
 void panels(const int32_t* x, const int8_t* b, const half* scales, int64_t count, int64_t k, int64_t group, float* sums,
             int64_t stride) {
   constexpr int NP = MR == 1 ? 4 : MR <= MAX_ROWS / 2 ? 2 : 1;
-  const int64_t panel_stride = k / 2 * Format::PAIR_BYTES, scale_stride = k / group * NR;
+  const int64_t panel_stride = k / 2 * PAIR_BYTES, scale_stride = k / group * NR;
   int64_t p = 0;
   for (; p + NP <= count; p += NP)
-    tile<Format, MR, NP>(x, b + p * panel_stride, scales + p * scale_stride, k, group, sums + p * NR, stride);
+    tile<MR, NP>(x, b + p * panel_stride, scales + p * scale_stride, k, group, sums + p * NR, stride);
   for (; p < count; ++p)
-    tile<Format, MR, 1>(x, b + p * panel_stride, scales + p * scale_stride, k, group, sums + p * NR, stride);
+    tile<MR, 1>(x, b + p * panel_stride, scales + p * scale_stride, k, group, sums + p * NR, stride);
 }
 
-template <class Format>
 void tile_rows(int rows, const int32_t* x, const int8_t* b, const half* scales, int64_t count, int64_t k, int64_t group,
                float* sums, int64_t stride) {
 #define CASE(MR)                                                                                        \
   case MR:                                                                                              \
-    if constexpr (MR <= MAX_ROWS) panels<Format, MR>(x, b, scales, count, k, group, sums, stride); \
+    if constexpr (MR <= MAX_ROWS) panels<MR>(x, b, scales, count, k, group, sums, stride); \
     break;
   switch (rows) {
     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
@@ -135,7 +104,7 @@ void quantise_rows(const In* x, int64_t k, const RowTiles& tiles, int32_t* packe
   });
 }
 
-template <class Format, class Out>
+template <class Out>
 void multiply(const PackedWeight& weight, const int32_t* packed, const float* row_scales, const RowTiles& tiles, Out* out,
               int threads) {
   const int64_t k = weight.k, total = num_panels(weight.n), items = ceil_div(total, PANELS);
@@ -144,13 +113,13 @@ void multiply(const PackedWeight& weight, const int32_t* packed, const float* ro
   parallel_for(items, threads, chunk, [&](int64_t item) {
     const int64_t first_panel = item * PANELS, count = std::min<int64_t>(PANELS, total - first_panel);
     const int64_t n_valid = std::min(count * NR, weight.n - first_panel * NR);
-    const int8_t* b = static_cast<const int8_t*>(weight.data) + first_panel * (k / 2) * Format::PAIR_BYTES;
+    const int8_t* b = static_cast<const int8_t*>(weight.data) + first_panel * (k / 2) * PAIR_BYTES;
     const half* scales = static_cast<const half*>(weight.scales) + first_panel * (k / weight.group) * NR;
     float* sums = workspace<float, kSums>(MAX_ROWS * stride);
     for (int64_t t = 0; t < tiles.count; ++t) {
       const int rows = tiles.rows(t);
       const int64_t first_row = tiles.first(t);
-      tile_rows<Format>(rows, packed + first_row * (k / 2), b, scales, count, k, weight.group, sums, stride);
+      tile_rows(rows, packed + first_row * (k / 2), b, scales, count, k, weight.group, sums, stride);
       for (int r = 0; r < rows; ++r)
         for (int64_t j = 0; j < stride; j += W)
           store(sums + r * stride + j, mul(load(sums + r * stride + j), set1(row_scales[first_row + r])));
@@ -159,80 +128,34 @@ void multiply(const PackedWeight& weight, const int32_t* packed, const float* ro
   });
 }
 
-// How far a group is from its rounded form with this scale, squared.
-template <class Format, class In>
-float rounding_error(const In* from, int64_t group, float step) {
-  float error = 0.0f;
-  for (int64_t i = 0; i < group; ++i) {
-    const float x = widen(from[i]), rounded = std::max(Format::LOWEST, std::min(Format::HIGHEST, std::nearbyint(x / step)));
-    error += (x - rounded * step) * (x - rounded * step);
-  }
-  return error;
-}
-
-// The scale of a group. int8: the largest stands at +-127. int4: the largest stands at -8 with a step of either sign, or a little
-// beyond the range, whichever of a few steps rounds the group best.
-template <class Format, class In>
-half group_scale(const In* from, int64_t group) {
-  float largest = 0.0f;
-  for (int64_t i = 0; i < group; ++i)
-    if (std::fabs(widen(from[i])) > std::fabs(largest)) largest = widen(from[i]);
-  const auto to_half = [](float x) { return static_cast<half>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)); };
-  if (Format::HIGHEST == 127.0f) return to_half(std::fabs(largest) / Format::HIGHEST);
-  half best = to_half(largest / Format::LOWEST);
-  if (_cvtsh_ss(best) == 0.0f) return best;
-  float least = rounding_error<Format>(from, group, _cvtsh_ss(best));
-  for (float at = 6.5f; at < 9.0f; at += 0.25f) {
-    const half scale = to_half(-largest / at);
-    const float error = rounding_error<Format>(from, group, _cvtsh_ss(scale));
-    if (error < least) least = error, best = scale;
-  }
-  return best;
-}
-
-template <class Format, class In>
+template <class In>
 void pack(const PackedWeight& weight, const In* source, int threads) {
   const int64_t n = weight.n, k = weight.k, group = weight.group;
   parallel_for(num_panels(n), threads, 1, [&](int64_t p) {
-    int8_t* panel = static_cast<int8_t*>(weight.data) + p * (k / 2) * Format::PAIR_BYTES;
+    int8_t* panel = static_cast<int8_t*>(weight.data) + p * (k / 2) * PAIR_BYTES;
     half* scales = static_cast<half*>(weight.scales) + p * (k / group) * NR;
-    std::memset(panel, 0, k / 2 * Format::PAIR_BYTES);
+    std::memset(panel, 0, k / 2 * PAIR_BYTES);
     std::memset(scales, 0, (k / group) * NR * sizeof(half));
     for (int j = 0; j < NR && p * NR + j < n; ++j)
       for (int64_t first = 0; first < k; first += group) {
         const In* from = source + (p * NR + j) * k + first;
-        const half scale = group_scale<Format>(from, group);
+        float largest = 0.0f;
+        for (int64_t i = 0; i < group; ++i) largest = std::max(largest, std::fabs(widen(from[i])));
+        const half scale = static_cast<half>(_cvtss_sh(largest / 127, _MM_FROUND_TO_NEAREST_INT));
         const float step = _cvtsh_ss(scale);
         scales[first / group * NR + j] = scale;
         for (int64_t i = 0; i < group; ++i) {
           const float steps = step != 0.0f ? std::nearbyint(widen(from[i]) / step) : 0.0f;
-          const int value = static_cast<int>(std::max(Format::LOWEST, std::min(Format::HIGHEST, steps)));
-          Format::put(panel + (first + i) / 2 * Format::PAIR_BYTES, j, static_cast<int>(i & 1), value);
+          const float value = std::max(-127.0f, std::min(127.0f, steps));
+          panel[(first + i) / 2 * PAIR_BYTES + j / W * NR + j % W * 2 + (i & 1)] = static_cast<int8_t>(value);
         }
       }
   });
 }
 
-template <class Format>
-void multiply_as(const PackedWeight& weight, const int32_t* packed, const float* row_scales, const RowTiles& tiles, void* out,
-                 bool out_bf16, int threads) {
-  if (out_bf16)
-    multiply<Format>(weight, packed, row_scales, tiles, static_cast<bf16*>(out), threads);
-  else
-    multiply<Format>(weight, packed, row_scales, tiles, static_cast<float*>(out), threads);
-}
-
-template <class Format>
-void pack_as(const PackedWeight& weight, const void* source, bool source_bf16, int threads) {
-  if (source_bf16)
-    pack<Format>(weight, static_cast<const bf16*>(source), threads);
-  else
-    pack<Format>(weight, static_cast<const float*>(source), threads);
-}
-
 }  // namespace
 
-void linear_quantized(const PackedWeight& weight, const void* x, bool x_bf16, int64_t m, void* out, bool out_bf16, int threads) {
+void linear_int8(const PackedWeight& weight, const void* x, bool x_bf16, int64_t m, void* out, bool out_bf16, int threads) {
   const RowTiles tiles(m);
   int32_t* packed = workspace<int32_t, kInputs>(m * (weight.k / 2));
   float* row_scales = workspace<float, kWidened>(m);
@@ -240,17 +163,17 @@ void linear_quantized(const PackedWeight& weight, const void* x, bool x_bf16, in
     quantise_rows(static_cast<const bf16*>(x), weight.k, tiles, packed, row_scales, threads);
   else
     quantise_rows(static_cast<const float*>(x), weight.k, tiles, packed, row_scales, threads);
-  if (weight.kind == kInt4)
-    multiply_as<Int4>(weight, packed, row_scales, tiles, out, out_bf16, threads);
+  if (out_bf16)
+    multiply(weight, packed, row_scales, tiles, static_cast<bf16*>(out), threads);
   else
-    multiply_as<Int8>(weight, packed, row_scales, tiles, out, out_bf16, threads);
+    multiply(weight, packed, row_scales, tiles, static_cast<float*>(out), threads);
 }
 
-void pack_quantized(const PackedWeight& weight, const void* source, bool source_bf16, int threads) {
-  if (weight.kind == kInt4)
-    pack_as<Int4>(weight, source, source_bf16, threads);
+void pack_int8(const PackedWeight& weight, const void* source, bool source_bf16, int threads) {
+  if (source_bf16)
+    pack(weight, static_cast<const bf16*>(source), threads);
   else
-    pack_as<Int8>(weight, source, source_bf16, threads);
+    pack(weight, static_cast<const float*>(source), threads);
 }
 
 }  // namespace gemserve

@@ -1,0 +1,269 @@
+// Products with weights of few bits (few_bits.h), and how weights become such.
+#include "few_bits.h"
+
+#include <cmath>
+
+namespace gemserve {
+namespace {
+
+// A panel of the weight's data, which starts with the panels' places: int64 [panels + 1], bytes from its start.
+struct Panel {
+  const uint8_t* data;
+  int bits;
+  const half* scales;
+};
+Panel panel_of(const PackedWeight& weight, int64_t p) {
+  const int64_t* places = static_cast<const int64_t*>(weight.data);
+  const int64_t bytes = (places[p + 1] - places[p]) / (weight.k / GROUP);
+  const half* scales = static_cast<const half*>(weight.scales) + p * (weight.k / GROUP) * SCALES;
+  return {static_cast<const uint8_t*>(weight.data) + places[p], bytes == group_bytes(4) ? 4 : bytes == group_bytes(5) ? 5 : 8, scales};
+}
+
+template <class In>
+void round_tile(const In* x, int64_t k, int rows, int32_t* quads, float* factors) {
+  for (int r = 0; r < rows; ++r, x += k)
+    for (int64_t g = 0; g < k / GROUP; ++g) {
+      const In* from = x + g * GROUP;
+      vf largest = zero(), poison = zero();  // x * 0 is NaN for a value that is not finite
+      for (int64_t i = 0; i < GROUP; i += W) {
+        const vf v = load(from + i);
+        largest = max(largest, max(v, sub(zero(), v)));
+        poison = fma(v, zero(), poison);
+      }
+      const float top = max_lanes(largest);
+      const bool finite = std::isfinite(sum_lanes(poison));
+      const vf inverse = set1(finite && top > 0.0f ? 127.0f / top : 0.0f);
+      alignas(64) int8_t rounded[GROUP];
+      vi sum = set1i(0);
+      for (int64_t i = 0; i < GROUP; i += W) {
+        const vi v = to_int(max(set1(-127.0f), min(set1(127.0f), mul(load(from + i), inverse))));
+        store_int8(rounded + i, v);
+        sum = addi(sum, v);
+      }
+      for (int64_t q = 0; q < QUADS; ++q) std::memcpy(quads + (g * QUADS + q) * rows + r, rounded + 4 * q, 4);
+      const float step = finite ? top / 127.0f : NAN;
+      factors[2 * g * rows + r] = step;
+      factors[(2 * g + 1) * rows + r] = step * sum_lanes(to_float(sum));  // exact below 2^24
+    }
+}
+
+template <class In>
+void round_tiles(const In* x, const RowTiles& tiles, int64_t k, int32_t* quads, float* factors, int threads) {
+  parallel_for(tiles.count, tiles.m * k < 65536 ? 1 : threads, 1, [&](int64_t t) {
+    const int64_t first = tiles.first(t);
+    round_tile(x + first * k, k, tiles.rows(t), quads + first * (k / 4), factors + first * (k / GROUP * 2));
+  });
+}
+
+template <class Out>
+void multiply(const PackedWeight& weight, const RoundedRows& x, Out* out, int threads) {
+  const int64_t k = weight.k, total = num_panels(weight.n), items = ceil_div(total, PANELS);
+  constexpr int64_t stride = PANELS * NR;
+  const int64_t chunk = std::max<int64_t>(1, items / (threads * 64));
+  parallel_for(items, threads, chunk, [&](int64_t item) {
+    const int64_t first_panel = item * PANELS, count = std::min<int64_t>(PANELS, total - first_panel);
+    const int64_t n_valid = std::min(count * NR, weight.n - first_panel * NR);
+    float* sums = workspace<float, kSums>(MAX_ROWS * stride);
+    for (int64_t t = 0; t < x.tiles.count; ++t) {
+      for (int64_t p = 0; p < count; ++p) {
+        const Panel panel = panel_of(weight, first_panel + p);
+        with_rows(x.tiles.rows(t), [&](auto rows) {
+          constexpr int MR = decltype(rows)::value;
+          const int32_t* quads = x.quads_of(t);
+          const float* factors = x.factors_of(t);
+          if (panel.bits == 4)
+            few_bits_tile<4, MR>(quads, factors, panel.data, panel.scales, k, sums + p * NR, stride);
+          else if (panel.bits == 5)
+            few_bits_tile<5, MR>(quads, factors, panel.data, panel.scales, k, sums + p * NR, stride);
+          else
+            few_bits_tile<8, MR>(quads, factors, panel.data, panel.scales, k, sums + p * NR, stride);
+        });
+      }
+      const int64_t at = x.tiles.first(t) * weight.n + first_panel * NR;
+      write_rows(sums, stride, x.tiles.rows(t), n_valid, out + at, weight.n);
+    }
+  });
+}
+
+// -- packing ------------------------------------------------------------------------------------------------------------------
+
+half to_half(float x) { return static_cast<half>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)); }
+
+// A group as it is stored.
+struct Group {
+  half scale, low;
+  uint8_t u[GROUP];
+};
+
+// Rounds to u of [0, highest] with these float16 values, and says how far off that is: the largest error, and the sum of squares.
+struct Errors {
+  float largest = 0.0f, squares = 0.0f;
+};
+Errors round_group(const float* w, float scale, float low, int highest, Group& group) {
+  group.scale = to_half(scale);
+  group.low = to_half(low);
+  const float step = _cvtsh_ss(group.scale), base = _cvtsh_ss(group.low);
+  Errors errors;
+  for (int64_t i = 0; i < GROUP; ++i) {
+    const float u = step > 0.0f ? std::nearbyint((w[i] - base) / step) : 0.0f;
+    group.u[i] = static_cast<uint8_t>(std::max(0.0f, std::min(static_cast<float>(highest), u)));
+    const float error = std::fabs(base + step * group.u[i] - w[i]);
+    errors.largest = std::max(errors.largest, error);
+    errors.squares += error * error;
+  }
+  return errors;
+}
+
+// Whether a group's values lie on a grid of 32 equal steps, as those of GGUF's 4- and 5-bit types do; what float16 scales and
+// bfloat16 weights add is below a sixteenth of a step.
+bool fits_five_bits(const float* w, Group& group) {
+  constexpr float TOLERANCE = 1.0f / 16;
+  const float least = *std::min_element(w, w + GROUP), range = *std::max_element(w, w + GROUP) - least;
+  if (!(range > 0.0f)) {  // one value: zero, or 8 steps above -16 of them
+    const float step = std::fabs(least) / 8;
+    return std::isfinite(least) && round_group(w, step, -16 * step, 31, group).largest <= TOLERANCE * step;
+  }
+  for (int levels = 1; levels < 32; ++levels) {
+    const float step = range / levels;
+    bool fits = true;
+    for (int64_t i = 0; i < GROUP && fits; ++i) {
+      const float u = (w[i] - least) / step;
+      fits = std::fabs(u - std::nearbyint(u)) <= TOLERANCE;
+    }
+    if (!fits) continue;
+    const float zero_at = least / step, whole = std::nearbyint(zero_at);
+    const bool symmetric = std::fabs(zero_at - whole) <= TOLERANCE && whole >= -16 && whole + levels <= 15;
+    const float rounded = _cvtsh_ss(to_half(step));
+    if (round_group(w, step, symmetric ? -16 * rounded : least, 31, group).largest <= TOLERANCE * step) return true;
+  }
+  return false;
+}
+
+// As GGUF's Q8_0: the largest stands at 127 steps. False where float16 can't hold the scale.
+bool fits_eight_bits(const float* w, Group& group) {
+  float largest = 0.0f;
+  for (int64_t i = 0; i < GROUP; ++i) largest = std::max(largest, std::fabs(w[i]));
+  const float step = _cvtsh_ss(to_half(largest / 127));
+  round_group(w, step, -128 * step, 255, group);
+  return std::isfinite(largest) && std::isfinite(_cvtsh_ss(group.low));
+}
+
+// 16 steps between a low and a high end near the least and the largest value, whichever round the group best.
+void round_to_four_bits(const float* w, Group& group) {
+  if (fits_five_bits(w, group) && *std::max_element(group.u, group.u + GROUP) - *std::min_element(group.u, group.u + GROUP) < 16) {
+    const uint8_t least = *std::min_element(group.u, group.u + GROUP);
+    const float step = _cvtsh_ss(group.scale);
+    round_group(w, step, _cvtsh_ss(group.low) + step * std::min<int>(least, 8), 15, group);
+    return;
+  }
+  const float least = *std::min_element(w, w + GROUP), range = *std::max_element(w, w + GROUP) - least;
+  float best = INFINITY;
+  for (int from = 0; from < 4; ++from)
+    for (int to = 0; to < 4; ++to) {
+      Group candidate;
+      const float low = least + range * 0.02f * from, step = range * (1.0f - 0.02f * (from + to)) / 15;
+      const float error = round_group(w, step, low, 15, candidate).squares;
+      if (error < best) best = error, group = candidate;
+    }
+}
+
+template <class In>
+void widen_group(const In* source, int64_t n, int64_t k, int64_t feature, int64_t g, float* w) {
+  for (int64_t i = 0; i < GROUP; ++i) w[i] = feature < n ? widen(source[feature * k + g * GROUP + i]) : 0.0f;
+}
+
+template <class In>
+uint8_t bits_of_panel(const In* source, int64_t n, int64_t k, int64_t p) {
+  uint8_t bits = 5;
+  float w[GROUP];
+  Group group;
+  for (int64_t j = 0; j < NR; ++j)
+    for (int64_t g = 0; g < k / GROUP; ++g) {
+      widen_group(source, n, k, p * NR + j, g, w);
+      if (bits == 5 && !fits_five_bits(w, group)) bits = 8;
+      if (bits == 8 && !fits_eight_bits(w, group)) return 0;
+    }
+  return bits;
+}
+
+void put(const Group& group, int bits, int feature, uint8_t* to) {
+  const int upper = feature / W, lane = feature % W * 4;
+  for (int64_t i = 0; i < GROUP; ++i) {
+    const int64_t q = i / 4, at = lane + i % 4;
+    to[q * VECTOR + at] |= static_cast<uint8_t>((group.u[i] & 15) << 4 * upper);
+    if (bits == 5) to[(QUADS + upper) * VECTOR + at] |= static_cast<uint8_t>(group.u[i] >> 4 << q);
+    if (bits == 8) to[(QUADS + q) * VECTOR + at] |= static_cast<uint8_t>(group.u[i] >> 4 << 4 * upper);
+  }
+}
+
+template <class In>
+void pack(const PackedWeight& weight, const In* source, int threads) {
+  const int64_t k = weight.k;
+  parallel_for(num_panels(weight.n), threads, 1, [&](int64_t p) {
+    const Panel panel = panel_of(weight, p);
+    uint8_t* to = const_cast<uint8_t*>(panel.data);
+    half* scales = const_cast<half*>(panel.scales);
+    std::memset(to, 0, k / GROUP * group_bytes(panel.bits));
+    float w[GROUP];
+    Group group;
+    for (int j = 0; j < NR; ++j)
+      for (int64_t g = 0; g < k / GROUP; ++g) {
+        widen_group(source, weight.n, k, p * NR + j, g, w);
+        if (panel.bits == 4)
+          round_to_four_bits(w, group);
+        else
+          panel.bits == 5 ? fits_five_bits(w, group) : fits_eight_bits(w, group);
+        put(group, panel.bits, j, to + g * group_bytes(panel.bits));
+        scales[g * SCALES + j] = group.scale;
+        scales[g * SCALES + NR + j] = group.low;
+      }
+  });
+}
+
+}  // namespace
+
+RoundedRows round_rows(const void* x, bool x_bf16, int64_t m, int64_t k, int threads) {
+  const RowTiles tiles(m);
+  int32_t* quads = workspace<int32_t, kInputs>(m * (k / 4));
+  float* factors = workspace<float, kWidened>(m * (k / GROUP * 2));
+  if (x_bf16)
+    round_tiles(static_cast<const bf16*>(x), tiles, k, quads, factors, threads);
+  else
+    round_tiles(static_cast<const float*>(x), tiles, k, quads, factors, threads);
+  return {tiles, k, quads, factors};
+}
+
+void linear_few_bits(const PackedWeight& weight, const void* x, bool x_bf16, int64_t m, void* out, bool out_bf16, int threads) {
+  const RoundedRows rows = round_rows(x, x_bf16, m, weight.k, threads);
+  if (out_bf16)
+    multiply(weight, rows, static_cast<bf16*>(out), threads);
+  else
+    multiply(weight, rows, static_cast<float*>(out), threads);
+}
+
+void pack_few_bits(const PackedWeight& weight, const void* source, bool source_bf16, int threads) {
+  if (source_bf16)
+    pack(weight, static_cast<const bf16*>(source), threads);
+  else
+    pack(weight, static_cast<const float*>(source), threads);
+}
+
+}  // namespace gemserve
+
+using namespace gemserve;
+
+extern "C" {
+
+int64_t few_bits_panels(int64_t n) { return num_panels(n); }
+int64_t few_bits_panel_bytes(int64_t k, int32_t bits) { return k / GROUP * group_bytes(bits); }
+int64_t few_bits_scales(int64_t n, int64_t k) { return num_panels(n) * (k / GROUP) * SCALES; }
+
+// The bits that each panel of a weight [n, k] needs: 5 where nothing is lost by it, else 8; 0 where a scale is beyond float16.
+void few_bits_needed(const void* source, int32_t source_bf16, int64_t n, int64_t k, uint8_t* bits, int32_t threads) {
+  parallel_for(num_panels(n), threads, 1, [&](int64_t p) {
+    bits[p] = source_bf16 ? bits_of_panel(static_cast<const bf16*>(source), n, k, p)
+                          : bits_of_panel(static_cast<const float*>(source), n, k, p);
+  });
+}
+
+}  // extern "C"

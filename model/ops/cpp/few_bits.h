@@ -1,0 +1,103 @@
+// Weights of 4, 5 or 8 bits in groups of 32 inputs of a feature, w = scale * u + low with unsigned u, times activations rounded to
+// 8 bits per row and group.
+//
+// A panel holds [k / 32] groups of vectors of 4 W bytes: W features times the 4 inputs of a quad. Of 4 bits, a group is 8 vectors,
+// one per quad, whose low halves are the first W features and whose high halves the next. Of 5 bits, two vectors more hold the fifth
+// bits, one for each W features: bit q belongs to quad q. Of 8 bits, 8 vectors hold the lower halves and 8 more the upper ones. A
+// panel's scales are [k / 32][2][NR] float16: scale, then low. Sums within a group are exact, and groups are added in ascending
+// order in float32, so a row's result never depends on its neighbours.
+#pragma once
+
+#include <type_traits>
+
+#include "linear.h"
+
+namespace gemserve {
+
+constexpr int64_t GROUP = 32, QUADS = GROUP / 4, VECTOR = 4 * W;  // inputs, quads of inputs, bytes
+constexpr int64_t group_bytes(int bits) { return (bits == 8 ? 16 : bits == 5 ? 10 : 8) * VECTOR; }
+constexpr int64_t SCALES = 2 * NR;  // float16 values of a group
+
+// Rows rounded for a product: tile after tile, quads [k / 4][rows] of four int8 and factors [k / 32][2][rows]: the step of a group
+// and the sum of its rounded inputs. The factors of a group with a value that is not finite are NaN.
+struct RoundedRows {
+  RowTiles tiles;
+  int64_t k;
+  const int32_t* quads;
+  const float* factors;
+  const int32_t* quads_of(int64_t tile) const { return quads + tiles.first(tile) * (k / 4); }
+  const float* factors_of(int64_t tile) const { return factors + tiles.first(tile) * (k / GROUP * 2); }
+};
+
+// In memory of the calling thread that lasts until its next product.
+RoundedRows round_rows(const void* x, bool x_bf16, int64_t m, int64_t k, int threads);
+
+INLINE vi load_weights(const uint8_t* group, int bits, int64_t quad, int upper) {  // W features, or the W next
+  const vi both = loadi(group + quad * VECTOR), halves = set1i(0x0f0f0f0f);
+  const vi low = andi(upper ? shift_right<4>(both) : both, halves);
+  if (bits != 5) return low;
+  const vi fifth = loadi(group + (QUADS + upper) * VECTOR);
+  return ori(low, andi(quad < 4 ? shift_left_by(fifth, 4 - static_cast<int>(quad)) : shift_right_by(fifth, static_cast<int>(quad) - 4),
+                       set1i(0x10101010)));
+}
+
+// sums[MR][stride] = the rows of a tile times one panel.
+template <int BITS, int MR>
+INLINE void few_bits_tile(const int32_t* x, const float* factors, const uint8_t* b, const half* scales, int64_t k, float* sums,
+                          int64_t stride) {
+  for (int r = 0; r < MR; ++r)
+    for (int j = 0; j < NR; j += W) store(sums + r * stride + j, zero());
+  constexpr int PARTS = BITS == 5 ? 2 : 1, DEPTH = QUADS / PARTS;  // 4 quads of 31 * 127, or 8 of 15 * 127, stay in int16
+  for (int64_t g = 0; g < k / GROUP; ++g, b += group_bytes(BITS), scales += SCALES, x += QUADS * MR, factors += 2 * MR) {
+    prefetch(b + 2 * group_bytes(BITS));
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      vi total[MR];
+#pragma GCC unroll 2
+      for (int part = 0; part < PARTS; ++part) {
+        ByteSum sum[MR], upper[MR];
+#pragma GCC unroll 8
+        for (int q = part * DEPTH; q < (part + 1) * DEPTH; ++q) {
+          const vi weights = load_weights(b, BITS, q, h);
+          const vi more = BITS == 8 ? load_weights(b + QUADS * VECTOR, BITS, q, h) : weights;
+#pragma GCC unroll 16
+          for (int r = 0; r < MR; ++r) {
+            const vi inputs = set1i(x[q * MR + r]);
+            sum[r].add(weights, inputs, q == part * DEPTH);
+            if (BITS == 8) upper[r].add(more, inputs, q == part * DEPTH);
+          }
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < MR; ++r) {
+          total[r] = part == 0 ? sum[r].times(1) : addi(total[r], sum[r].times(1));
+          if (BITS == 8) total[r] = addi(total[r], upper[r].times(16));
+        }
+      }
+      const vf scale = load_half(scales + h * W), low = load_half(scales + NR + h * W);
+#pragma GCC unroll 16
+      for (int r = 0; r < MR; ++r) {
+        float* to = sums + r * stride + h * W;
+        const vf step = set1(factors[r]), rest = set1(factors[MR + r]);
+        store(to, fma(low, rest, fma(mul(to_float(total[r]), step), scale, load(to))));
+      }
+    }
+  }
+}
+
+// Calls body(std::integral_constant<int, rows>) for 1 to MAX_ROWS rows.
+template <class Body>
+INLINE void with_rows(int rows, const Body& body) {
+#define CASE(MR)                                                                          \
+  case MR:                                                                                \
+    if constexpr (MR <= MAX_ROWS) body(std::integral_constant<int, MR>());                \
+    break;
+  switch (rows) {
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+  }
+#undef CASE
+}
+
+void linear_few_bits(const PackedWeight& weight, const void* x, bool x_bf16, int64_t m, void* out, bool out_bf16, int threads);
+void pack_few_bits(const PackedWeight& weight, const void* source, bool source_bf16, int threads);
+
+}  // namespace gemserve
