@@ -223,3 +223,7 @@ class Gemma3(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Rows of final hidden states [r, h] -> float32 [r, num_valid_tokens]."""
         return self.head(hidden)  # type: ignore[no-any-return]
+
+    def greedy(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """The likeliest tokens of final hidden states, where the backend finds them without all logits (``Ops.greedy``)."""
+        return self.head.greedy(hidden)

@@ -99,6 +99,11 @@ class Head(Linear):
         assert self.packed is not None
         return self.ops.logits(x, self.packed)
 
+    def greedy(self, x: torch.Tensor) -> torch.Tensor | None:
+        """``Ops.greedy``."""
+        assert self.packed is not None
+        return self.ops.greedy(x, self.packed)
+
 
 class NormScale(nn.Module):
     """Gemma's RMSNorm weight, kept as the float32 factor (1 + weight) that the operations multiply by."""

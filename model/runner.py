@@ -238,14 +238,20 @@ class ModelRunner:
         drawn = []
         for first in range(0, len(chunks), self.max_logits_rows):
             end = first + self.max_logits_rows
-            logits = self.model.logits(hidden[first:end])
-            began = time.monotonic()
-            key = f"draws of {first}"
-            if key not in scratch:
-                sampling = chunks.sampling if isinstance(chunks, DecodeChunks) else [chunk.sampling for chunk in chunks]
-                scratch[key] = draw_groups(sampling[first:end], logits.shape[1], logits.device)
-            drawn.append(self.sampler.draw_plain(logits, scratch[key], positions[first:end]))
-            self.sample_seconds += time.monotonic() - began
+            sampling, groups = f"sampling of {first}", f"draws of {first}"
+            if sampling not in scratch:
+                rows = chunks.sampling[first:end] if isinstance(chunks, DecodeChunks) else [c.sampling for c in chunks[first:end]]
+                scratch[sampling] = rows, all(row.greedy for row in rows)
+            rows, all_greedy = scratch[sampling]
+            token_ids = self.model.greedy(hidden[first:end]) if all_greedy else None
+            if token_ids is None:
+                logits = self.model.logits(hidden[first:end])
+                began = time.monotonic()
+                if groups not in scratch:
+                    scratch[groups] = draw_groups(rows, logits.shape[1], logits.device)
+                token_ids = self.sampler.draw_plain(logits, scratch[groups], positions[first:end])
+                self.sample_seconds += time.monotonic() - began
+            drawn.append(token_ids)
         return torch.cat(drawn) if len(drawn) > 1 else drawn[0]
 
     @torch.inference_mode()

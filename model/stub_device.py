@@ -62,6 +62,9 @@ class StubNetwork:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
 
+    def greedy(self, hidden: torch.Tensor) -> None:
+        """The long way."""
+
 
 def stub_runner(block_size: int = 16, on_call: Callable[[], None] = lambda: None) -> ModelRunner:
     """A runner with the shape of the 270M. ``on_call`` is called when a step's batch is handed to the device."""

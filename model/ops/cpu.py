@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from model.host import cpu_computes_bfloat16
 from model.ops import AttentionMetadata, Candidates, LayerOperands, LinearRole, LinearWeight, PackedForm
 from model.ops.cpu_build import load_library
-from model.ops.cpu_weights import PackedWeight, WeightStorage, choose_storage, pack_weight, put_together, take_apart
+from model.ops.cpu_weights import PackedWeight, WeightStorage, choose_storage, pack_head, pack_weight, put_together, take_apart
 from model.ops.reference import ReferenceOps
 
 MATRIX_ROWS = 8  # fewer rows are bound by reading the weight, which the kernels do as fast as memory allows
@@ -63,9 +63,10 @@ class CpuOps(ReferenceOps):
 
     def pack_linear(self, weight: torch.Tensor, role: LinearRole, *, shared: bool = False) -> LinearWeight:
         assert weight.dtype == self.dtype
-        storage, is_head = choose_storage(weight, self.weights, role), role == "head"
-        keep_plain = self._leaves_batches_to_torch and not is_head
-        return pack_weight(self._library, weight, storage, keep_plain=keep_plain, may_be_int5=not is_head)
+        storage = choose_storage(weight, self.weights, role)
+        if role == "head":
+            return pack_head(self._library, weight, storage)
+        return pack_weight(self._library, weight, storage, keep_plain=self._leaves_batches_to_torch, may_be_int5=True)
 
     @property
     def stores_packed_weights(self) -> bool:
@@ -86,6 +87,24 @@ class CpuOps(ReferenceOps):
 
     def logits(self, x: torch.Tensor, head: LinearWeight) -> torch.Tensor:
         return self._linear(x, head, torch.float32, 0)
+
+    def greedy(self, x: torch.Tensor, head: LinearWeight) -> torch.Tensor | None:
+        assert isinstance(head, PackedWeight)
+        if head.sketch is None:
+            return None
+        x = x.contiguous()
+        token_ids = torch.empty(len(x), dtype=torch.int64)
+        self._library.greedy(
+            head.address,
+            head.sketch.weight.address,
+            head.sketch.spreads.data_ptr(),
+            x.data_ptr(),
+            self._is_bfloat16,
+            len(x),
+            token_ids.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return token_ids
 
     def _linear(self, x: torch.Tensor, weight: LinearWeight, dtype: torch.dtype, is_bfloat16: int) -> torch.Tensor:
         assert isinstance(weight, PackedWeight)

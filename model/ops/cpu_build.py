@@ -192,6 +192,7 @@ def _declare(library: ctypes.CDLL) -> None:
     signatures = {
         "pack_linear": (pointer, pointer, int_, int_),
         "few_bits_needed": (pointer, int_, long, long, pointer, int_),
+        "pack_sketch": (pointer, pointer, pointer, int_, int_),
         "linear": (pointer, pointer, int_, long, pointer, int_, int_),
         "advise_huge_pages": (pointer, long),
         "rms_norm": (pointer, pointer, pointer, long, long, float_, int_, int_),
@@ -213,13 +214,14 @@ def _declare(library: ctypes.CDLL) -> None:
         function.restype = None
     library.vector_width.argtypes = ()
     library.vector_width.restype = int_
-    sizes = {
+    counts = {
         "packed_elements": (long, long),
         "few_bits_panels": (long,),
         "few_bits_panel_bytes": (long, int_),
         "few_bits_scales": (long, long),
+        "greedy": (pointer, pointer, pointer, pointer, int_, long, pointer, int_),
     }
-    for name, types in sizes.items():
+    for name, types in counts.items():
         function = getattr(library, name)
         function.argtypes = types
         function.restype = long

@@ -1,7 +1,7 @@
 """Linear weights in the layouts of the C++ kernels (model/ops/cpp/linear.h): how each is stored, and the packing."""
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -32,6 +32,18 @@ class _Descriptor(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Sketch:
+    """A head in 4 bits, which says about where each logit lies (cpp/greedy.cpp)."""
+
+    weight: "PackedWeight"
+    spreads: torch.Tensor  # float32 [panels, in_features / GROUP, 2]
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + self.spreads.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedWeight:
     """A weight in the kernels' own layout."""
 
@@ -43,10 +55,11 @@ class PackedWeight:
     descriptor: _Descriptor
     address: int  # of the descriptor
     plain: torch.Tensor | None = None  # as it came, for batches that torch multiplies
+    sketch: Sketch | None = None  # of a head, for the likeliest token
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.data, self.scales, self.plain) if tensor is not None)
+        return sum(part.nbytes for part in (self.data, self.scales, self.plain, self.sketch) if part is not None)
 
 
 def choose_storage(weight: torch.Tensor, wanted: WeightStorage, role: LinearRole) -> str:
@@ -76,6 +89,27 @@ def pack_weight(
     packed = _described(*source.shape, storage, data, scales, source if keep_plain else None)
     library.pack_linear(packed.address, source.data_ptr(), int(source.dtype == torch.bfloat16), torch.get_num_threads())
     return packed
+
+
+def pack_head(library: ctypes.CDLL, weight: torch.Tensor, storage: str) -> PackedWeight:
+    """The same for a head, with a sketch of it where it is int8."""
+    packed = pack_weight(library, weight, storage)
+    if storage != "int8":
+        return packed
+    source = weight.contiguous()
+    num_panels = library.few_bits_panels(source.shape[0])
+    data, scales = _room(library, source.shape, "int4", torch.full((num_panels,), 4, dtype=torch.uint8))
+    sketch = Sketch(
+        _described(*source.shape, "int4", data, scales, None), torch.empty(num_panels, source.shape[1] // GROUP, 2)
+    )
+    library.pack_sketch(
+        sketch.weight.address,
+        sketch.spreads.data_ptr(),
+        source.data_ptr(),
+        int(source.dtype == torch.bfloat16),
+        torch.get_num_threads(),
+    )
+    return replace(packed, sketch=sketch)
 
 
 def _bits_needed(library: ctypes.CDLL, weight: torch.Tensor) -> torch.Tensor | None:
@@ -109,6 +143,9 @@ def _room(
 def take_apart(weight: PackedWeight) -> PackedForm:
     """What ``put_together`` makes the weight of again, without packing."""
     tensors = {"data": weight.data, "scales": weight.scales, "plain": weight.plain}
+    if weight.sketch is not None:
+        sketch = weight.sketch
+        tensors |= {"sketch": sketch.weight.data, "sketch_scales": sketch.weight.scales, "sketch_spreads": sketch.spreads}
     return PackedForm(
         {"out_features": weight.out_features, "in_features": weight.in_features, "storage": weight.storage},
         {name: tensor for name, tensor in tensors.items() if tensor is not None},
@@ -118,7 +155,11 @@ def take_apart(weight: PackedWeight) -> PackedForm:
 def put_together(form: PackedForm) -> PackedWeight:
     values, tensors = form.values, form.tensors
     sizes = int(values["out_features"]), int(values["in_features"])
-    return _described(*sizes, str(values["storage"]), tensors["data"], tensors.get("scales"), tensors.get("plain"))
+    weight = _described(*sizes, str(values["storage"]), tensors["data"], tensors.get("scales"), tensors.get("plain"))
+    if "sketch" not in tensors:
+        return weight
+    sketch = _described(*sizes, "int4", tensors["sketch"], tensors["sketch_scales"], None)
+    return replace(weight, sketch=Sketch(sketch, tensors["sketch_spreads"]))
 
 
 def _described(

@@ -71,6 +71,9 @@ class DividedHead(Head):
         slices = [self._slice(rows) for rows in torch.split(x, MAX_ROWS)]
         return slices[0] if len(slices) == 1 else torch.cat(slices)
 
+    def greedy(self, x: torch.Tensor) -> None:
+        """Logits are needed as a whole."""
+
     def _slice(self, x: torch.Tensor) -> torch.Tensor:
         assert self.announce is not None, "rank 0 only"
         num_rows = len(x)

@@ -167,6 +167,11 @@ void round_to_four_bits(const float* w, Group& group) {
     }
 }
 
+void round_to_four_bits_plainly(const float* w, Group& group) {
+  const float least = *std::min_element(w, w + GROUP);
+  round_group(w, (*std::max_element(w, w + GROUP) - least) / 15, least, 15, group);
+}
+
 template <class In>
 void widen_group(const In* source, int64_t n, int64_t k, int64_t feature, int64_t g, float* w) {
   for (int64_t i = 0; i < GROUP; ++i) w[i] = feature < n ? widen(source[feature * k + g * GROUP + i]) : 0.0f;
@@ -197,7 +202,7 @@ void put(const Group& group, int bits, int feature, uint8_t* to) {
 }
 
 template <class In>
-void pack(const PackedWeight& weight, const In* source, int threads) {
+void pack(const PackedWeight& weight, const In* source, void (*round_to_four)(const float*, Group&), int threads) {
   const int64_t k = weight.k;
   parallel_for(num_panels(weight.n), threads, 1, [&](int64_t p) {
     const Panel panel = panel_of(weight, p);
@@ -210,7 +215,7 @@ void pack(const PackedWeight& weight, const In* source, int threads) {
       for (int64_t g = 0; g < k / GROUP; ++g) {
         widen_group(source, weight.n, k, p * NR + j, g, w);
         if (panel.bits == 4)
-          round_to_four_bits(w, group);
+          round_to_four(w, group);
         else
           panel.bits == 5 ? fits_five_bits(w, group) : fits_eight_bits(w, group);
         put(group, panel.bits, j, to + g * group_bytes(panel.bits));
@@ -243,9 +248,16 @@ void linear_few_bits(const PackedWeight& weight, const void* x, bool x_bf16, int
 
 void pack_few_bits(const PackedWeight& weight, const void* source, bool source_bf16, int threads) {
   if (source_bf16)
-    pack(weight, static_cast<const bf16*>(source), threads);
+    pack(weight, static_cast<const bf16*>(source), round_to_four_bits, threads);
   else
-    pack(weight, static_cast<const float*>(source), threads);
+    pack(weight, static_cast<const float*>(source), round_to_four_bits, threads);
+}
+
+void pack_plain_four_bits(const PackedWeight& weight, const void* source, bool source_bf16, int threads) {
+  if (source_bf16)
+    pack(weight, static_cast<const bf16*>(source), round_to_four_bits_plainly, threads);
+  else
+    pack(weight, static_cast<const float*>(source), round_to_four_bits_plainly, threads);
 }
 
 }  // namespace gemserve

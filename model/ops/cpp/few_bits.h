@@ -97,7 +97,14 @@ INLINE void with_rows(int rows, const Body& body) {
 #undef CASE
 }
 
+// Data of a weight whose panels all are of the same bits, one after the other.
+inline const uint8_t* first_panel_data(const PackedWeight& weight) {
+  return static_cast<const uint8_t*>(weight.data) + *static_cast<const int64_t*>(weight.data);
+}
+
 void linear_few_bits(const PackedWeight& weight, const void* x, bool x_bf16, int64_t m, void* out, bool out_bf16, int threads);
 void pack_few_bits(const PackedWeight& weight, const void* source, bool source_bf16, int threads);
+// 4 bits, the steps between a group's least and largest value.
+void pack_plain_four_bits(const PackedWeight& weight, const void* source, bool source_bf16, int threads);
 
 }  // namespace gemserve

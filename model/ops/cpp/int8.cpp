@@ -169,6 +169,22 @@ void linear_int8(const PackedWeight& weight, const void* x, bool x_bf16, int64_t
     multiply(weight, packed, row_scales, tiles, static_cast<float*>(out), threads);
 }
 
+void round_rows_to_int16(const void* x, bool x_bf16, int64_t m, int64_t k, int32_t* pairs, float* row_scales, int threads) {
+  parallel_for(m, m * k < 65536 ? 1 : threads, 1, [&](int64_t row) {
+    if (x_bf16)
+      quantise_rows(static_cast<const bf16*>(x) + row * k, k, RowTiles(1), pairs + row * (k / 2), row_scales + row, 1);
+    else
+      quantise_rows(static_cast<const float*>(x) + row * k, k, RowTiles(1), pairs + row * (k / 2), row_scales + row, 1);
+  });
+}
+
+void int8_panel(const PackedWeight& weight, int64_t panel, const int32_t* pairs, float row_scale, float* out) {
+  const int8_t* b = static_cast<const int8_t*>(weight.data) + panel * (weight.k / 2) * PAIR_BYTES;
+  const half* scales = static_cast<const half*>(weight.scales) + panel * (weight.k / weight.group) * NR;
+  tile<1, 1>(pairs, b, scales, weight.k, weight.group, out, NR);
+  for (int64_t j = 0; j < NR; j += W) store(out + j, mul(load(out + j), set1(row_scale)));
+}
+
 void pack_int8(const PackedWeight& weight, const void* source, bool source_bf16, int threads) {
   if (source_bf16)
     pack(weight, static_cast<const bf16*>(source), threads);

@@ -44,7 +44,7 @@ struct RowTiles {
 
 // Memory that lasts from call to call on one thread, aligned to a cache line; contents are not kept. Users that are alive at the
 // same time on one thread name different purposes.
-enum Purpose { kInputs, kSums, kWidened };
+enum Purpose { kInputs, kSums, kWidened, kBounds, kExact };
 template <class T, Purpose purpose>
 T* workspace(int64_t count) {
   struct alignas(64) Line {
@@ -78,5 +78,8 @@ inline void write_rows(const float* sums, int64_t stride, int64_t rows, int64_t 
 
 void linear_int8(const PackedWeight& weight, const void* x, bool x_bf16, int64_t m, void* out, bool out_bf16, int threads);
 void pack_int8(const PackedWeight& weight, const void* source, bool source_bf16, int threads);
+// Rows as linear_int8 rounds them, each [k / 2] pairs of int16 and a scale, and one panel of its product with one of them, [NR].
+void round_rows_to_int16(const void* x, bool x_bf16, int64_t m, int64_t k, int32_t* pairs, float* row_scales, int threads);
+void int8_panel(const PackedWeight& weight, int64_t panel, const int32_t* pairs, float row_scale, float* out);
 
 }  // namespace gemserve

@@ -38,6 +38,7 @@ INLINE vf add(vf a, vf b) { return _mm512_add_ps(a, b); }
 INLINE vf sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 INLINE vf mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 INLINE vf div(vf a, vf b) { return _mm512_div_ps(a, b); }
+INLINE vf sqrt(vf a) { return _mm512_sqrt_ps(a); }
 INLINE vf max(vf a, vf b) { return _mm512_max_ps(a, b); }
 INLINE vf min(vf a, vf b) { return _mm512_min_ps(a, b); }
 INLINE vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
@@ -117,6 +118,7 @@ INLINE vf add(vf a, vf b) { return _mm256_add_ps(a, b); }
 INLINE vf sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
 INLINE vf mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
 INLINE vf div(vf a, vf b) { return _mm256_div_ps(a, b); }
+INLINE vf sqrt(vf a) { return _mm256_sqrt_ps(a); }
 INLINE vf max(vf a, vf b) { return _mm256_max_ps(a, b); }
 INLINE vf min(vf a, vf b) { return _mm256_min_ps(a, b); }
 INLINE vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }

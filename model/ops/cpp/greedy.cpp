@@ -1,0 +1,178 @@
+// The likeliest token of hidden states without all the logits. A sketch of the head, 4 bits a weight, says about where every logit
+// lies; only panels that may hold the largest one are computed as the whole product computes them, to the same bits.
+//
+// What the sketch leaves out is rounding errors, of weights up to half a step and of inputs likewise. They are taken as independent,
+// so that an error of more than DEVIATIONS times their standard deviation does not happen (it has a chance of 10^-15).
+#include <cmath>
+#include <vector>
+
+#include "few_bits.h"
+
+namespace gemserve {
+namespace {
+
+constexpr float DEVIATIONS = 8.0f;
+
+// Per panel and group, the mean squares of a feature's errors and of its weights: the mean over the features, times what the largest
+// of them, over all groups, is above it.
+struct Spread {
+  float errors, weights;
+};
+
+// What the errors of a tile's rows are to be multiplied by: [k / 32][2][W], squares of a group's inputs and of their errors.
+void squares_of_rows(const RoundedRows& x, int64_t tile, float* squares) {
+  const int rows = x.tiles.rows(tile);
+  const int32_t* quads = x.quads_of(tile);
+  const float* factors = x.factors_of(tile);
+  std::memset(squares, 0, x.k / GROUP * 2 * W * sizeof(float));
+  for (int64_t g = 0; g < x.k / GROUP; ++g)
+    for (int r = 0; r < rows; ++r) {
+      int32_t total = 0;
+      for (int64_t q = 0; q < QUADS; ++q) {
+        int8_t inputs[4];
+        std::memcpy(inputs, quads + (g * QUADS + q) * rows + r, 4);
+        for (const int32_t input : inputs) total += input * input;
+      }
+      const float step = factors[2 * g * rows + r];
+      squares[2 * g * W + r] = step * step * static_cast<float>(total);
+      squares[(2 * g + 1) * W + r] = step * step * GROUP / 12;
+    }
+}
+
+float largest_of_panel(const float* sums, int64_t valid) {
+  if (valid == NR) return max_lanes(max(load(sums), load(sums + W)));
+  return *std::max_element(sums, sums + valid);
+}
+
+// Where the largest logit of each panel lies at most, [m][panels].
+void bound_panels(const PackedWeight& sketch, const Spread* spreads, const RoundedRows& x, const float* squares, float* most,
+                  int threads) {
+  const int64_t k = sketch.k, groups = k / GROUP, total = num_panels(sketch.n), items = ceil_div(total, PANELS);
+  const uint8_t* data = first_panel_data(sketch);
+  const half* scales = static_cast<const half*>(sketch.scales);
+  parallel_for(items, threads, std::max<int64_t>(1, items / (threads * 64)), [&](int64_t item) {
+    alignas(64) float sums[MAX_ROWS * NR], deviations[W];
+    for (int64_t t = 0; t < x.tiles.count; ++t) {
+      const int rows = x.tiles.rows(t);
+      const float* tile_squares = squares + t * groups * 2 * W;
+      for (int64_t p = item * PANELS; p < std::min((item + 1) * PANELS, total); ++p) {
+        with_rows(rows, [&](auto count) {
+          few_bits_tile<4, decltype(count)::value>(x.quads_of(t), x.factors_of(t), data + p * groups * group_bytes(4),
+                                                   scales + p * groups * SCALES, k, sums, NR);
+        });
+        vf variance = zero();
+        const Spread* spread = spreads + p * groups;
+        for (int64_t g = 0; g < groups; ++g) {
+          variance = fma(set1(spread[g].errors), load(tile_squares + 2 * g * W), variance);
+          variance = fma(set1(spread[g].weights), load(tile_squares + (2 * g + 1) * W), variance);
+        }
+        store(deviations, mul(set1(DEVIATIONS), sqrt(variance)));
+        const int64_t valid = std::min<int64_t>(NR, sketch.n - p * NR);
+        for (int r = 0; r < rows; ++r)
+          most[(x.tiles.first(t) + r) * total + p] = largest_of_panel(sums + r * NR, valid) + deviations[r];
+      }
+    }
+  });
+}
+
+// The largest logit that was computed, the lowest id among equals.
+struct Best {
+  float value = -INFINITY;
+  int64_t id = -1, num_panels = 0;
+  bool finite = true;
+
+  void look_at(const PackedWeight& head, int64_t panel, const int32_t* pairs, float row_scale) {
+    alignas(64) float logits[NR];
+    int8_panel(head, panel, pairs, row_scale, logits);
+    ++num_panels;
+    for (int64_t j = 0; j < std::min<int64_t>(NR, head.n - panel * NR); ++j) {
+      finite = finite && std::isfinite(logits[j]);
+      if (logits[j] > value) value = logits[j], id = panel * NR + j;
+    }
+  }
+};
+
+}  // namespace
+}  // namespace gemserve
+
+using namespace gemserve;
+
+extern "C" {
+
+// The sketch of a head [n, k] (kFewBits, with room for 4 bits), and its spreads [panels][k / 32].
+void pack_sketch(const PackedWeight* sketch, float* spreads, const void* source, int32_t source_bf16, int32_t threads) {
+  pack_plain_four_bits(*sketch, source, source_bf16, threads);
+  const int64_t groups = sketch->k / GROUP;
+  const uint8_t* data = first_panel_data(*sketch);
+  const half* scales = static_cast<const half*>(sketch->scales);
+  parallel_for(num_panels(sketch->n), threads, 64, [&](int64_t p) {
+    float of_features[NR][2] = {}, largest[2] = {}, mean[2] = {};
+    float* out = spreads + p * groups * 2;
+    for (int64_t g = 0; g < groups; ++g) {
+      const uint8_t* group = data + (p * groups + g) * group_bytes(4);
+      const half* scale = scales + (p * groups + g) * SCALES;
+      float totals[2] = {};
+      for (int j = 0; j < NR; ++j) {
+        const float step = _cvtsh_ss(scale[j]), low = _cvtsh_ss(scale[NR + j]);
+        float squares = 0.0f;
+        for (int64_t input = 0; input < GROUP; ++input) {
+          const float w = low + step * static_cast<float>(group[input / 4 * VECTOR + j % W * 4 + input % 4] >> j / W * 4 & 15);
+          squares += w * w;
+        }
+        const float both[2] = {step * step / 12, squares / GROUP};
+        for (int i = 0; i < 2; ++i) totals[i] += both[i], of_features[j][i] += both[i];
+      }
+      for (int i = 0; i < 2; ++i) out[2 * g + i] = totals[i] / NR, mean[i] += totals[i] / NR;
+    }
+    for (int j = 0; j < NR; ++j)
+      for (int i = 0; i < 2; ++i) largest[i] = std::max(largest[i], of_features[j][i]);
+    for (int64_t i = 0; i < groups * 2; ++i)
+      if (mean[i % 2] > 0.0f) out[i] *= largest[i % 2] / mean[i % 2];
+  });
+}
+
+// The likeliest token of each of m hidden states, the lowest id among equals; -1 where a hidden state or a logit that was looked at
+// is not finite. Returns how many panels were computed in full.
+int64_t greedy(const PackedWeight* head, const PackedWeight* sketch, const float* spreads, const void* x, int32_t x_bf16, int64_t m,
+               int64_t* ids, int32_t threads) {
+  if (m == 0) return 0;
+  const int64_t k = head->k, groups = k / GROUP, total = num_panels(head->n);
+  const RoundedRows rounded = round_rows(x, x_bf16, m, k, threads);
+  float* squares = workspace<float, kSums>(rounded.tiles.count * groups * 2 * W);
+  for (int64_t t = 0; t < rounded.tiles.count; ++t) squares_of_rows(rounded, t, squares + t * groups * 2 * W);
+  float* most = workspace<float, kBounds>(m * total);
+  bound_panels(*sketch, reinterpret_cast<const Spread*>(spreads), rounded, squares, most, threads);
+
+  // A row's panels are looked at in pieces, so that one row has work for all threads; the most promising one before all others.
+  const int64_t pieces = ceil_div(4 * threads, m);
+  int32_t* pairs = workspace<int32_t, kExact>(m * (k / 2));
+  float* row_scales = workspace<float, kExact>(m);
+  std::vector<Best> firsts(m), bests(m * pieces);
+  round_rows_to_int16(x, x_bf16, m, k, pairs, row_scales, threads);
+  parallel_for(m, threads, 1, [&](int64_t row) {
+    const float* bounds = most + row * total;
+    const int64_t panel = std::max_element(bounds, bounds + total) - bounds;
+    firsts[row].look_at(*head, panel, pairs + row * (k / 2), row_scales[row]);
+  });
+  parallel_for(m * pieces, threads, 1, [&](int64_t item) {
+    const int64_t row = item / pieces, piece = item % pieces;
+    if (!firsts[row].finite) return;
+    for (int64_t p = piece * total / pieces; p < (piece + 1) * total / pieces; ++p)
+      if (most[row * total + p] >= firsts[row].value) bests[item].look_at(*head, p, pairs + row * (k / 2), row_scales[row]);
+  });
+  int64_t num_computed = 0;
+  for (int64_t row = 0; row < m; ++row) {
+    Best best = firsts[row];
+    for (int64_t item = row * pieces; item < (row + 1) * pieces; ++item) {
+      const Best& other = bests[item];
+      if (other.value > best.value || (other.value == best.value && other.id < best.id)) best.value = other.value, best.id = other.id;
+      best.finite = best.finite && other.finite;
+      best.num_panels += bests[item].num_panels;
+    }
+    ids[row] = best.finite ? best.id : -1;
+    num_computed += best.num_panels;
+  }
+  return num_computed;
+}
+
+}  // extern "C"
