@@ -219,6 +219,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "few_bits_panels": (long,),
         "few_bits_panel_bytes": (long, int_),
         "few_bits_scales": (long, long),
+        "sketch_spreads": (long,),
         "greedy": (pointer, pointer, pointer, pointer, int_, long, pointer, int_),
     }
     for name, types in counts.items():

@@ -36,7 +36,7 @@ class Sketch:
     """A head in 4 bits, which says about where each logit lies (cpp/greedy.cpp)."""
 
     weight: "PackedWeight"
-    spreads: torch.Tensor  # float32 [panels, in_features / GROUP, 2]
+    spreads: torch.Tensor  # float32 [panels, sketch_spreads]
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +100,7 @@ def pack_head(library: ctypes.CDLL, weight: torch.Tensor, storage: str) -> Packe
     num_panels = library.few_bits_panels(source.shape[0])
     data, scales = _room(library, source.shape, "int4", torch.full((num_panels,), 4, dtype=torch.uint8))
     sketch = Sketch(
-        _described(*source.shape, "int4", data, scales, None), torch.empty(num_panels, source.shape[1] // GROUP, 2)
+        _described(*source.shape, "int4", data, scales, None), torch.empty(num_panels, library.sketch_spreads(source.shape[1]))
     )
     library.pack_sketch(
         sketch.weight.address,

@@ -48,37 +48,51 @@ INLINE void few_bits_tile(const int32_t* x, const float* factors, const uint8_t*
   for (int r = 0; r < MR; ++r)
     for (int j = 0; j < NR; j += W) store(sums + r * stride + j, zero());
   constexpr int PARTS = BITS == 5 ? 2 : 1, DEPTH = QUADS / PARTS;  // 4 quads of 31 * 127, or 8 of 15 * 127, stay in int16
+  constexpr int64_t AHEAD = 6 * group_bytes(BITS);
+  constexpr int H = MR <= 2 ? 2 : 1;  // halves of a panel side by side: few rows leave registers for both
   for (int64_t g = 0; g < k / GROUP; ++g, b += group_bytes(BITS), scales += SCALES, x += QUADS * MR, factors += 2 * MR) {
-    prefetch(b + 2 * group_bytes(BITS));
+    if (MR <= 2) {
+      for (int64_t line = 0; line < group_bytes(BITS); line += 64) prefetch(b + AHEAD + line);
+      prefetch(scales + AHEAD / group_bytes(BITS) * SCALES);
+    }
 #pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      vi total[MR];
+    for (int first = 0; first < 2; first += H) {
+      asm volatile("" ::: "memory");  // the compiler would rather keep the inputs of both halves, on the stack, than load them twice
+      vi total[H][MR];
 #pragma GCC unroll 2
       for (int part = 0; part < PARTS; ++part) {
-        ByteSum sum[MR], upper[MR];
+        ByteSum sum[H][MR], upper[H][MR];
 #pragma GCC unroll 8
-        for (int q = part * DEPTH; q < (part + 1) * DEPTH; ++q) {
-          const vi weights = load_weights(b, BITS, q, h);
-          const vi more = BITS == 8 ? load_weights(b + QUADS * VECTOR, BITS, q, h) : weights;
+        for (int q = part * DEPTH; q < (part + 1) * DEPTH; ++q)
+#pragma GCC unroll 2
+          for (int h = 0; h < H; ++h) {
+            const vi weights = load_weights(b, BITS, q, first + h);
+            const vi more = BITS == 8 ? load_weights(b + QUADS * VECTOR, BITS, q, first + h) : weights;
+#pragma GCC unroll 16
+            for (int r = 0; r < MR; ++r) {
+              const vi inputs = set1i(x[q * MR + r]);
+              sum[h][r].add(weights, inputs, q == part * DEPTH);
+              if (BITS == 8) upper[h][r].add(more, inputs, q == part * DEPTH);
+            }
+          }
+#pragma GCC unroll 2
+        for (int h = 0; h < H; ++h)
 #pragma GCC unroll 16
           for (int r = 0; r < MR; ++r) {
-            const vi inputs = set1i(x[q * MR + r]);
-            sum[r].add(weights, inputs, q == part * DEPTH);
-            if (BITS == 8) upper[r].add(more, inputs, q == part * DEPTH);
+            total[h][r] = part == 0 ? sum[h][r].times(1) : addi(total[h][r], sum[h][r].times(1));
+            if (BITS == 8) total[h][r] = addi(total[h][r], upper[h][r].times(16));
           }
-        }
+      }
+#pragma GCC unroll 2
+      for (int h = 0; h < H; ++h) {
+        const int64_t at = (first + h) * W;
+        const vf scale = load_half(scales + at), low = load_half(scales + NR + at);
 #pragma GCC unroll 16
         for (int r = 0; r < MR; ++r) {
-          total[r] = part == 0 ? sum[r].times(1) : addi(total[r], sum[r].times(1));
-          if (BITS == 8) total[r] = addi(total[r], upper[r].times(16));
+          float* to = sums + r * stride + at;
+          const vf step = set1(factors[r]), rest = set1(factors[MR + r]);
+          store(to, fma(low, rest, fma(mul(to_float(total[h][r]), step), scale, load(to))));
         }
-      }
-      const vf scale = load_half(scales + h * W), low = load_half(scales + NR + h * W);
-#pragma GCC unroll 16
-      for (int r = 0; r < MR; ++r) {
-        float* to = sums + r * stride + h * W;
-        const vf step = set1(factors[r]), rest = set1(factors[MR + r]);
-        store(to, fma(low, rest, fma(mul(to_float(total[r]), step), scale, load(to))));
       }
     }
   }

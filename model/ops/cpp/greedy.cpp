@@ -13,30 +13,26 @@ namespace {
 
 constexpr float DEVIATIONS = 8.0f;
 
-// Per panel and group, the mean squares of a feature's errors and of its weights: the mean over the features, times what the largest
-// of them, over all groups, is above it.
-struct Spread {
-  float errors, weights;
-};
+// A panel's spreads: for each group the mean squares of a feature's errors and of its weights (the mean over the features, times what
+// the largest of them, over all groups, is above it), then zeros. Likewise a row's squares: of a group's inputs and of their errors.
+int64_t spreads_of(int64_t k) { return ceil_div(2 * (k / GROUP), W) * W; }
 
-// What the errors of a tile's rows are to be multiplied by: [k / 32][2][W], squares of a group's inputs and of their errors.
-void squares_of_rows(const RoundedRows& x, int64_t tile, float* squares) {
+void squares_of_row(const RoundedRows& x, int64_t tile, int row, float* squares) {
   const int rows = x.tiles.rows(tile);
   const int32_t* quads = x.quads_of(tile);
   const float* factors = x.factors_of(tile);
-  std::memset(squares, 0, x.k / GROUP * 2 * W * sizeof(float));
-  for (int64_t g = 0; g < x.k / GROUP; ++g)
-    for (int r = 0; r < rows; ++r) {
-      int32_t total = 0;
-      for (int64_t q = 0; q < QUADS; ++q) {
-        int8_t inputs[4];
-        std::memcpy(inputs, quads + (g * QUADS + q) * rows + r, 4);
-        for (const int32_t input : inputs) total += input * input;
-      }
-      const float step = factors[2 * g * rows + r];
-      squares[2 * g * W + r] = step * step * static_cast<float>(total);
-      squares[(2 * g + 1) * W + r] = step * step * GROUP / 12;
+  std::memset(squares, 0, spreads_of(x.k) * sizeof(float));
+  for (int64_t g = 0; g < x.k / GROUP; ++g) {
+    int32_t total = 0;
+    for (int64_t q = 0; q < QUADS; ++q) {
+      int8_t inputs[4];
+      std::memcpy(inputs, quads + (g * QUADS + q) * rows + row, 4);
+      for (const int32_t input : inputs) total += input * input;
     }
+    const float step = factors[2 * g * rows + row];
+    squares[2 * g] = step * step * static_cast<float>(total);
+    squares[2 * g + 1] = step * step * GROUP / 12;
+  }
 }
 
 float largest_of_panel(const float* sums, int64_t valid) {
@@ -44,32 +40,35 @@ float largest_of_panel(const float* sums, int64_t valid) {
   return *std::max_element(sums, sums + valid);
 }
 
-// Where the largest logit of each panel lies at most, [m][panels].
-void bound_panels(const PackedWeight& sketch, const Spread* spreads, const RoundedRows& x, const float* squares, float* most,
+// Where the largest logit of each panel lies at most, of m rows.
+struct Bounds {
+  int64_t m;
+  float* values;  // [items][m][PANELS], so that an item's are together
+  float& at(int64_t row, int64_t panel) const { return values[(panel / PANELS * m + row) * PANELS + panel % PANELS]; }
+};
+
+void bound_panels(const PackedWeight& sketch, const float* spreads, const RoundedRows& x, const float* squares, const Bounds& most,
                   int threads) {
   const int64_t k = sketch.k, groups = k / GROUP, total = num_panels(sketch.n), items = ceil_div(total, PANELS);
+  const int64_t count = spreads_of(k);
   const uint8_t* data = first_panel_data(sketch);
   const half* scales = static_cast<const half*>(sketch.scales);
   parallel_for(items, threads, std::max<int64_t>(1, items / (threads * 64)), [&](int64_t item) {
-    alignas(64) float sums[MAX_ROWS * NR], deviations[W];
+    alignas(64) float sums[MAX_ROWS * NR];
     for (int64_t t = 0; t < x.tiles.count; ++t) {
       const int rows = x.tiles.rows(t);
-      const float* tile_squares = squares + t * groups * 2 * W;
       for (int64_t p = item * PANELS; p < std::min((item + 1) * PANELS, total); ++p) {
-        with_rows(rows, [&](auto count) {
-          few_bits_tile<4, decltype(count)::value>(x.quads_of(t), x.factors_of(t), data + p * groups * group_bytes(4),
-                                                   scales + p * groups * SCALES, k, sums, NR);
+        with_rows(rows, [&](auto number) {
+          few_bits_tile<4, decltype(number)::value>(x.quads_of(t), x.factors_of(t), data + p * groups * group_bytes(4),
+                                                    scales + p * groups * SCALES, k, sums, NR);
         });
-        vf variance = zero();
-        const Spread* spread = spreads + p * groups;
-        for (int64_t g = 0; g < groups; ++g) {
-          variance = fma(set1(spread[g].errors), load(tile_squares + 2 * g * W), variance);
-          variance = fma(set1(spread[g].weights), load(tile_squares + (2 * g + 1) * W), variance);
-        }
-        store(deviations, mul(set1(DEVIATIONS), sqrt(variance)));
         const int64_t valid = std::min<int64_t>(NR, sketch.n - p * NR);
-        for (int r = 0; r < rows; ++r)
-          most[(x.tiles.first(t) + r) * total + p] = largest_of_panel(sums + r * NR, valid) + deviations[r];
+        for (int r = 0; r < rows; ++r) {
+          const int64_t row = x.tiles.first(t) + r;
+          vf variance = zero();
+          for (int64_t i = 0; i < count; i += W) variance = fma(load(spreads + p * count + i), load(squares + row * count + i), variance);
+          most.at(row, p) = largest_of_panel(sums + r * NR, valid) + DEVIATIONS * std::sqrt(sum_lanes(variance));
+        }
       }
     }
   });
@@ -99,7 +98,9 @@ using namespace gemserve;
 
 extern "C" {
 
-// The sketch of a head [n, k] (kFewBits, with room for 4 bits), and its spreads [panels][k / 32].
+int64_t sketch_spreads(int64_t k) { return spreads_of(k); }
+
+// The sketch of a head [n, k] (kFewBits, with room for 4 bits), and its spreads [panels][sketch_spreads].
 void pack_sketch(const PackedWeight* sketch, float* spreads, const void* source, int32_t source_bf16, int32_t threads) {
   pack_plain_four_bits(*sketch, source, source_bf16, threads);
   const int64_t groups = sketch->k / GROUP;
@@ -107,7 +108,8 @@ void pack_sketch(const PackedWeight* sketch, float* spreads, const void* source,
   const half* scales = static_cast<const half*>(sketch->scales);
   parallel_for(num_panels(sketch->n), threads, 64, [&](int64_t p) {
     float of_features[NR][2] = {}, largest[2] = {}, mean[2] = {};
-    float* out = spreads + p * groups * 2;
+    float* out = spreads + p * spreads_of(sketch->k);
+    std::memset(out, 0, spreads_of(sketch->k) * sizeof(float));
     for (int64_t g = 0; g < groups; ++g) {
       const uint8_t* group = data + (p * groups + g) * group_bytes(4);
       const half* scale = scales + (p * groups + g) * SCALES;
@@ -136,12 +138,14 @@ void pack_sketch(const PackedWeight* sketch, float* spreads, const void* source,
 int64_t greedy(const PackedWeight* head, const PackedWeight* sketch, const float* spreads, const void* x, int32_t x_bf16, int64_t m,
                int64_t* ids, int32_t threads) {
   if (m == 0) return 0;
-  const int64_t k = head->k, groups = k / GROUP, total = num_panels(head->n);
+  const int64_t k = head->k, total = num_panels(head->n);
   const RoundedRows rounded = round_rows(x, x_bf16, m, k, threads);
-  float* squares = workspace<float, kSums>(rounded.tiles.count * groups * 2 * W);
-  for (int64_t t = 0; t < rounded.tiles.count; ++t) squares_of_rows(rounded, t, squares + t * groups * 2 * W);
-  float* most = workspace<float, kBounds>(m * total);
-  bound_panels(*sketch, reinterpret_cast<const Spread*>(spreads), rounded, squares, most, threads);
+  float* squares = workspace<float, kSums>(m * spreads_of(k));
+  for (int64_t t = 0; t < rounded.tiles.count; ++t)
+    for (int r = 0; r < rounded.tiles.rows(t); ++r)
+      squares_of_row(rounded, t, r, squares + (rounded.tiles.first(t) + r) * spreads_of(k));
+  const Bounds most{m, workspace<float, kBounds>(ceil_div(total, PANELS) * m * PANELS)};
+  bound_panels(*sketch, spreads, rounded, squares, most, threads);
 
   // A row's panels are looked at in pieces, so that one row has work for all threads; the most promising one before all others.
   const int64_t pieces = ceil_div(4 * threads, m);
@@ -150,15 +154,16 @@ int64_t greedy(const PackedWeight* head, const PackedWeight* sketch, const float
   std::vector<Best> firsts(m), bests(m * pieces);
   round_rows_to_int16(x, x_bf16, m, k, pairs, row_scales, threads);
   parallel_for(m, threads, 1, [&](int64_t row) {
-    const float* bounds = most + row * total;
-    const int64_t panel = std::max_element(bounds, bounds + total) - bounds;
+    int64_t panel = 0;
+    for (int64_t p = 1; p < total; ++p)
+      if (most.at(row, p) > most.at(row, panel)) panel = p;
     firsts[row].look_at(*head, panel, pairs + row * (k / 2), row_scales[row]);
   });
   parallel_for(m * pieces, threads, 1, [&](int64_t item) {
     const int64_t row = item / pieces, piece = item % pieces;
     if (!firsts[row].finite) return;
     for (int64_t p = piece * total / pieces; p < (piece + 1) * total / pieces; ++p)
-      if (most[row * total + p] >= firsts[row].value) bests[item].look_at(*head, p, pairs + row * (k / 2), row_scales[row]);
+      if (most.at(row, p) >= firsts[row].value) bests[item].look_at(*head, p, pairs + row * (k / 2), row_scales[row]);
   });
   int64_t num_computed = 0;
   for (int64_t row = 0; row < m; ++row) {
