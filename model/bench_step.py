@@ -1,8 +1,8 @@
 """Profiles whole steps of a loaded model on a CPU, part by part: ``python -m model.bench_step``.
 
 For every number of sequences and context length: the time of a decode step as it runs, then with its operations called one by one
-and timed, and the floor of each part, which is the larger of its bytes over the read bandwidth and its arithmetic over the peak,
-both measured in the same run. Local and global attention are listed apart, per layer, so that it shows which of them grows with
+and timed, and the floor of each part, which is the larger of its bytes over the read bandwidth and its arithmetic over the peak (of
+float32, or of bytes where weights are of few bits), all measured in the same run. Local and global attention are listed apart, per layer, so that it shows which of them grows with
 the context. Keys and values are zeros: their content does not matter to the time. Times are medians, in milliseconds.
 """
 
@@ -21,7 +21,8 @@ from model.config import Gemma3Config
 from model.kv_cache_spec import KVCachePlan, KVCacheSpec, ceil_div
 from model.layers import Linear
 from model.ops import AttentionMetadata
-from model.ops.bench_cpu import measure_bandwidth, measure_flops
+from model.ops.bench_cpu import measure_bandwidth, measure_byte_products, measure_flops
+from model.ops.cpu_weights import PackedWeight
 from model.runner import ModelRunner
 from model.sampling_params import SamplingParams
 from model.sequence_chunk import SequenceChunk
@@ -51,7 +52,7 @@ class PartTimes:
         def attention(_query: torch.Tensor, _k: torch.Tensor, _v: torch.Tensor, metadata: AttentionMetadata, *_: object) -> str:
             return "attention, global" if metadata.window is None else "attention, local"
 
-        names: dict[str, Callable[..., str]] = {"linear": linear, "logits": linear, "paged_attention": attention}
+        names: dict[str, Callable[..., str]] = {"linear": linear, "logits": linear, "greedy": linear, "paged_attention": attention}
         ops.decoder_layer = lambda *_: False
         names |= {name: lambda *_, name=name: name for name in (*ELEMENTWISE, *SAMPLING)}
         for name, part in names.items():
@@ -147,11 +148,22 @@ class Floors:
         self.runner = runner
         self.bandwidth = measure_bandwidth()
         self.flops = measure_flops()
+        self.byte_products = measure_byte_products()
 
-    def of(self, num_seqs: int, context: int) -> dict[str, tuple[float, float]]:
+    def of(self, num_seqs: int, context: int, *, greedy: bool) -> dict[str, tuple[float, float]]:
         """part -> (bytes read, seconds)."""
         work = decode_work(self.runner, num_seqs, context)
-        return {part: (read, max(read / self.bandwidth, operations / self.flops)) for part, (read, operations) in work.items()}
+        read = {part: num_bytes for part, (num_bytes, _) in work.items()}
+        computing = {part: operations / self.flops for part, (_, operations) in work.items()}
+        for part, module in linears(self.runner):
+            packed, products = module.packed, num_seqs * module.in_features * module.out_features
+            assert isinstance(packed, PackedWeight)
+            sketch = packed.sketch
+            if sketch is not None:  # greedy: the head itself is read for a few panels only
+                read[part] -= packed.nbytes - sketch.nbytes if greedy else sketch.nbytes
+            if packed.storage in ("int5", "int4") or (sketch is not None and greedy):
+                computing[part] += products / self.byte_products - 2.0 * products / self.flops
+        return {part: (read[part], max(read[part] / self.bandwidth, computing[part])) for part in work}
 
 
 def report(runner: ModelRunner, floors: Floors, num_seqs: int, context: int, sampling: SamplingParams, budget: float) -> None:
@@ -164,7 +176,7 @@ def report(runner: ModelRunner, floors: Floors, num_seqs: int, context: int, sam
         _median_seconds(lambda: times.run(chunks), budget)
     runner.cache = None
     medians = times.medians()
-    floor = floors.of(num_seqs, context)
+    floor = floors.of(num_seqs, context, greedy=sampling.greedy)
     apart, read = medians.pop("step"), sum(num_bytes for num_bytes, _ in floor.values())
     kind = "greedy" if sampling.greedy else f"temperature {sampling.temperature}, top_p {sampling.top_p}"
     print(f"\n{num_seqs} sequences, {context} tokens of context each, {kind}")
@@ -213,7 +225,10 @@ def main() -> None:
         print(
             f"{runner.ops.name}, {runner.dtype}, {torch.get_num_threads()} threads, {runner.weight_bytes / 1e6:.0f} MB of weights"
         )
-        print(f"read bandwidth {floors.bandwidth / 1e9:.1f} GB/s, float32 {floors.flops / 1e9:.1f} GFLOP/s")
+        print(
+            f"read bandwidth {floors.bandwidth / 1e9:.1f} GB/s; products per second: {floors.flops / 2e9:.1f}e9 of float32, "
+            f"{floors.byte_products / 1e9:.1f}e9 of bytes"
+        )
         for num_seqs in arguments.sequences:
             for context in arguments.contexts:
                 report(runner, floors, num_seqs, context, DRAWN if arguments.sampled else GREEDY, arguments.budget)

@@ -53,6 +53,14 @@ def measure_flops(budget: float = 0.5) -> float:
     return 2 * 48 * 512 * 256 / seconds(lambda: ops.linear(x, packed), budget)
 
 
+def measure_byte_products(budget: float = 0.5) -> float:
+    """Products per second of 8-bit inputs and 4-bit weights, all of which stay in cache."""
+    ops = CpuOps(CPU, torch.float32, "int4")
+    packed = ops.pack_linear(torch.randn(512, 256), "down")
+    x = torch.randn(48, 256)
+    return 48 * 512 * 256 / seconds(lambda: ops.linear(x, packed), budget)
+
+
 def _in_turn(ops: Ops, x: torch.Tensor, weights: list[LinearWeight], role: str) -> Callable[[], object]:
     """A function that multiplies by another weight each time."""
     turn = cycle(weights)
