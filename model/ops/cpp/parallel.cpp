@@ -70,7 +70,8 @@ class Pool {
       const ItemFunction function = item_function.load();
       const void* body = item_body.load();
       if ((seen & CLOSED) == CLOSED || next >= items) return;
-      const int64_t last = std::min(items, next + chunk);
+      const int64_t share = (items - next) / (4 * (max_helpers.load() + 1));  // less and less, so that threads end together
+      const int64_t last = std::min(items, next + std::max(chunk, share));
       if (!cursor.compare_exchange_strong(seen, (seen & ~CLOSED) | static_cast<uint64_t>(last))) continue;
       for (int64_t i = next; i < last; ++i) function(body, i);
       pending.fetch_sub(last - next);
