@@ -42,6 +42,25 @@ def anonymous_memory(num_bytes: int) -> mmap.mmap:
     return memory
 
 
+class HugePageMemory:
+    """Hands out memory from large pieces in huge pages. Most weights of a block are smaller than a page or two and would get none;
+    then every 4 KiB of them cost a walk through page tables and end what the processor fetches ahead."""
+
+    PIECE_BYTES = 32 << 20
+    ALIGNMENT = 64
+
+    def __init__(self) -> None:
+        self._piece = memoryview(b"")
+
+    def take(self, num_bytes: int) -> memoryview:
+        """Zeroed, aligned to a cache line; it lives as long as what refers to it."""
+        size = max(1, -(-num_bytes // self.ALIGNMENT)) * self.ALIGNMENT
+        if size > len(self._piece):
+            self._piece = memoryview(anonymous_memory(max(size, self.PIECE_BYTES)))
+        taken, self._piece = self._piece[:num_bytes], self._piece[size:]
+        return taken
+
+
 @functools.cache
 def cpu_computes_bfloat16() -> bool:
     """True where the CPU multiplies bfloat16 matrices natively (AVX512_BF16 or AMX); elsewhere float32 is the faster type."""

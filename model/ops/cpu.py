@@ -12,7 +12,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
-from model.host import cpu_computes_bfloat16
+from model.host import HugePageMemory, cpu_computes_bfloat16
 from model.ops import AttentionMetadata, Candidates, LayerOperands, LinearRole, LinearWeight, PackedForm
 from model.ops.cpu_build import load_library
 from model.ops.cpu_weights import PackedWeight, WeightStorage, choose_storage, pack_head, pack_weight, put_together, take_apart
@@ -45,6 +45,7 @@ class CpuOps(ReferenceOps):
         super().__init__(device, dtype)
         self.weights = weights
         self._library = load_library()
+        self._memory = HugePageMemory()
         self._width = int(self._library.vector_width())
         self._is_bfloat16 = int(dtype == torch.bfloat16)
         if use_matrix_hardware is None:
@@ -65,8 +66,9 @@ class CpuOps(ReferenceOps):
         assert weight.dtype == self.dtype
         storage = choose_storage(weight, self.weights, role)
         if role == "head":
-            return pack_head(self._library, weight, storage)
-        return pack_weight(self._library, weight, storage, keep_plain=self._leaves_batches_to_torch, may_be_int5=True)
+            return pack_head(self._library, self._memory, weight, storage)
+        keep_plain = self._leaves_batches_to_torch
+        return pack_weight(self._library, self._memory, weight, storage, keep_plain=keep_plain, may_be_int5=True)
 
     @property
     def stores_packed_weights(self) -> bool:

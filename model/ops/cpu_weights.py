@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from model.host import HugePageMemory
 from model.ops import LinearRole, PackedForm
 
 # "exact" keeps weights as they are, in bfloat16 where that loses nothing (half the bytes to read), else in float32. The others
@@ -72,7 +73,13 @@ def choose_storage(weight: torch.Tensor, wanted: WeightStorage, role: LinearRole
 
 
 def pack_weight(
-    library: ctypes.CDLL, weight: torch.Tensor, storage: str, *, keep_plain: bool = False, may_be_int5: bool = False
+    library: ctypes.CDLL,
+    memory: HugePageMemory,
+    weight: torch.Tensor,
+    storage: str,
+    *,
+    keep_plain: bool = False,
+    may_be_int5: bool = False,
 ) -> PackedWeight:
     """Pack a weight [out_features, in_features] of float32 or bfloat16.
 
@@ -85,20 +92,20 @@ def pack_weight(
     elif storage == "int8" and may_be_int5:
         bits = _bits_needed(library, source)
         storage = "int8" if bits is None else "int5"
-    data, scales = _room(library, source.shape, storage, bits)
+    data, scales = _room(library, memory, source.shape, storage, bits)
     packed = _described(*source.shape, storage, data, scales, source if keep_plain else None)
     library.pack_linear(packed.address, source.data_ptr(), int(source.dtype == torch.bfloat16), torch.get_num_threads())
     return packed
 
 
-def pack_head(library: ctypes.CDLL, weight: torch.Tensor, storage: str) -> PackedWeight:
+def pack_head(library: ctypes.CDLL, memory: HugePageMemory, weight: torch.Tensor, storage: str) -> PackedWeight:
     """The same for a head, with a sketch of it where it is int8."""
-    packed = pack_weight(library, weight, storage)
+    packed = pack_weight(library, memory, weight, storage)
     if storage != "int8":
         return packed
     source = weight.contiguous()
     num_panels = library.few_bits_panels(source.shape[0])
-    data, scales = _room(library, source.shape, "int4", torch.full((num_panels,), 4, dtype=torch.uint8))
+    data, scales = _room(library, memory, source.shape, "int4", torch.full((num_panels,), 4, dtype=torch.uint8))
     sketch = Sketch(
         _described(*source.shape, "int4", data, scales, None), torch.empty(num_panels, library.sketch_spreads(source.shape[1]))
     )
@@ -121,23 +128,26 @@ def _bits_needed(library: ctypes.CDLL, weight: torch.Tensor) -> torch.Tensor | N
 
 
 def _room(
-    library: ctypes.CDLL, shape: torch.Size, storage: str, bits: torch.Tensor | None
+    library: ctypes.CDLL, memory: HugePageMemory, shape: torch.Size, storage: str, bits: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Tensors for the data and the scales. Data of few bits begin with the places of their panels (cpp/few_bits.cpp)."""
     out_features, in_features = shape
     if bits is None:
         num_elements = library.packed_elements(out_features, in_features)
-        data = torch.empty(num_elements, dtype=_ELEMENTS[storage])
-        scales = torch.empty(num_elements // GROUP, dtype=torch.float16) if storage == "int8" else None
+        data = _empty(memory, num_elements, _ELEMENTS[storage])
+        scales = _empty(memory, num_elements // GROUP, torch.float16) if storage == "int8" else None
     else:
         header = -(-8 * (len(bits) + 1) // 64) * 64
         sizes = torch.tensor([library.few_bits_panel_bytes(in_features, few) for few in bits.tolist()])
         places = torch.cat([torch.tensor([header]), header + sizes.cumsum(0)])
-        data = torch.empty(int(places[-1]), dtype=torch.uint8)
+        data = _empty(memory, int(places[-1]), torch.uint8)
         data[: places.nbytes] = places.view(torch.uint8)
-        scales = torch.empty(library.few_bits_scales(out_features, in_features), dtype=torch.float16)
-    library.advise_huge_pages(data.data_ptr(), data.nbytes)
+        scales = _empty(memory, library.few_bits_scales(out_features, in_features), torch.float16)
     return data, scales
+
+
+def _empty(memory: HugePageMemory, count: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(memory.take(count * dtype.itemsize), dtype=dtype, count=count)
 
 
 def take_apart(weight: PackedWeight) -> PackedForm:
