@@ -192,7 +192,7 @@ def _declare(library: ctypes.CDLL) -> None:
     signatures = {
         "pack_linear": (pointer, pointer, int_, int_),
         "few_bits_needed": (pointer, int_, long, long, pointer, int_),
-        "pack_sketch": (pointer, pointer, pointer, int_, int_),
+        "pack_sketch": (pointer, pointer, pointer, int_),
         "linear": (pointer, pointer, int_, long, pointer, int_, int_),
         "advise_huge_pages": (pointer, long),
         "rms_norm": (pointer, pointer, pointer, long, long, float_, int_, int_),

@@ -103,19 +103,12 @@ def pack_head(library: ctypes.CDLL, memory: HugePageMemory, weight: torch.Tensor
     packed = pack_weight(library, memory, weight, storage)
     if storage != "int8":
         return packed
-    source = weight.contiguous()
-    num_panels = library.few_bits_panels(source.shape[0])
-    data, scales = _room(library, memory, source.shape, "int4", torch.full((num_panels,), 4, dtype=torch.uint8))
+    num_panels = library.few_bits_panels(weight.shape[0])
+    data, scales = _room(library, memory, weight.shape, "int4", torch.full((num_panels,), 4, dtype=torch.uint8))
     sketch = Sketch(
-        _described(*source.shape, "int4", data, scales, None), torch.empty(num_panels, library.sketch_spreads(source.shape[1]))
+        _described(*weight.shape, "int4", data, scales, None), torch.empty(num_panels, library.sketch_spreads(weight.shape[1]))
     )
-    library.pack_sketch(
-        sketch.weight.address,
-        sketch.spreads.data_ptr(),
-        source.data_ptr(),
-        int(source.dtype == torch.bfloat16),
-        torch.get_num_threads(),
-    )
+    library.pack_sketch(sketch.weight.address, sketch.spreads.data_ptr(), packed.address, torch.get_num_threads())
     return replace(packed, sketch=sketch)
 
 

@@ -118,7 +118,7 @@ inline const uint8_t* first_panel_data(const PackedWeight& weight) {
 
 void linear_few_bits(const PackedWeight& weight, const void* x, bool x_bf16, int64_t m, void* out, bool out_bf16, int threads);
 void pack_few_bits(const PackedWeight& weight, const void* source, bool source_bf16, int threads);
-// 4 bits, the steps between a group's least and largest value.
-void pack_plain_four_bits(const PackedWeight& weight, const void* source, bool source_bf16, int threads);
+// 4 bits of an int8 weight, the steps between a group's least and largest value; a group's errors add up to about nothing.
+void pack_plain_four_bits(const PackedWeight& weight, const PackedWeight& int8, int threads);
 
 }  // namespace gemserve

@@ -2,7 +2,8 @@
 // lies; only panels that may hold the largest one are computed as the whole product computes them, to the same bits.
 //
 // What the sketch leaves out is rounding errors, of weights up to half a step and of inputs likewise. They are taken as independent,
-// so that an error of more than DEVIATIONS times their standard deviation does not happen (it has a chance of 10^-15).
+// so that an error of more than DEVIATIONS times their standard deviation does not happen (it has a chance of 10^-15). Where float16
+// scales leave a group errors of one sign, they are taken at their worst.
 #include <cmath>
 #include <vector>
 
@@ -14,14 +15,16 @@ namespace {
 constexpr float DEVIATIONS = 8.0f;
 
 // A panel's spreads: for each group the mean squares of a feature's errors and of its weights (the mean over the features, times what
-// the largest of them, over all groups, is above it), then zeros. Likewise a row's squares: of a group's inputs and of their errors.
+// the largest of them, over all groups, is above it; but at least half of any feature's own), then zeros. Likewise a row's squares: of
+// a group's inputs and of their errors. A row far from 1 gets NaN: with squares beyond float32 nothing is known.
 int64_t spreads_of(int64_t k) { return ceil_div(2 * (k / GROUP), W) * W; }
 
-void squares_of_row(const RoundedRows& x, int64_t tile, int row, float* squares) {
+void squares_of_row(const RoundedRows& x, int64_t tile, int row, float exact_step, float* squares) {
   const int rows = x.tiles.rows(tile);
   const int32_t* quads = x.quads_of(tile);
   const float* factors = x.factors_of(tile);
   std::memset(squares, 0, spreads_of(x.k) * sizeof(float));
+  float sum = 0.0f;
   for (int64_t g = 0; g < x.k / GROUP; ++g) {
     int32_t total = 0;
     for (int64_t q = 0; q < QUADS; ++q) {
@@ -31,13 +34,39 @@ void squares_of_row(const RoundedRows& x, int64_t tile, int row, float* squares)
     }
     const float step = factors[2 * g * rows + row];
     squares[2 * g] = step * step * static_cast<float>(total);
-    squares[2 * g + 1] = step * step * GROUP / 12;
+    squares[2 * g + 1] = (step * step + exact_step * exact_step) * GROUP / 12;
+    sum += squares[2 * g];
   }
+  if (!(sum > 1e-10f && sum < 1e20f)) squares[0] = NAN;
 }
 
 float largest_of_panel(const float* sums, int64_t valid) {
   if (valid == NR) return max_lanes(max(load(sums), load(sums + W)));
   return *std::max_element(sums, sums + valid);
+}
+
+// Of a feature's group.
+struct Spread {
+  float of_errors, of_weights;  // mean squares
+};
+Spread spread_of(const PackedWeight& sketch, const PackedWeight& head, int64_t p, int j, int64_t g) {
+  const int64_t at = p * (sketch.k / GROUP) + g;
+  const uint8_t* group = first_panel_data(sketch) + at * group_bytes(4) + j % W * 4;
+  const half* scales = static_cast<const half*>(sketch.scales) + at * SCALES + j;
+  const float step = _cvtsh_ss(scales[0]), low = _cvtsh_ss(scales[NR]);
+  float exact[GROUP], largest = 0.0f, sum = 0.0f, errors = 0.0f, weights = 0.0f;
+  int8_group(head, p * NR + j, g, exact);
+  for (int64_t i = 0; i < GROUP; ++i) {
+    const float w = low + step * static_cast<float>(group[i / 4 * VECTOR + i % 4] >> j / W * 4 & 15), error = exact[i] - w;
+    largest = std::max(largest, std::fabs(error));
+    sum += error;
+    errors += error * error;
+    weights += w * w;
+  }
+  // The worst is sqrt(k) times what independent errors add up to; twice its square, for half of that may be left.
+  const bool even = std::fabs(sum) / GROUP <= 0.1f * step;
+  const float worst = 2 * static_cast<float>(sketch.k) * largest * largest / (DEVIATIONS * DEVIATIONS);
+  return {!std::isfinite(errors) ? NAN : even ? errors / GROUP : std::max(errors / GROUP, worst), weights / GROUP};
 }
 
 // Where the largest logit of each panel lies at most, of m rows.
@@ -100,36 +129,31 @@ extern "C" {
 
 int64_t sketch_spreads(int64_t k) { return spreads_of(k); }
 
-// The sketch of a head [n, k] (kFewBits, with room for 4 bits), and its spreads [panels][sketch_spreads].
-void pack_sketch(const PackedWeight* sketch, float* spreads, const void* source, int32_t source_bf16, int32_t threads) {
-  pack_plain_four_bits(*sketch, source, source_bf16, threads);
+// The sketch (kFewBits, with room for 4 bits) of an int8 head, and its spreads [panels][sketch_spreads].
+void pack_sketch(const PackedWeight* sketch, float* spreads, const PackedWeight* head, int32_t threads) {
+  pack_plain_four_bits(*sketch, *head, threads);
   const int64_t groups = sketch->k / GROUP;
-  const uint8_t* data = first_panel_data(*sketch);
-  const half* scales = static_cast<const half*>(sketch->scales);
   parallel_for(num_panels(sketch->n), threads, 64, [&](int64_t p) {
     float of_features[NR][2] = {}, largest[2] = {}, mean[2] = {};
+    std::vector<float> least(2 * groups);
     float* out = spreads + p * spreads_of(sketch->k);
     std::memset(out, 0, spreads_of(sketch->k) * sizeof(float));
-    for (int64_t g = 0; g < groups; ++g) {
-      const uint8_t* group = data + (p * groups + g) * group_bytes(4);
-      const half* scale = scales + (p * groups + g) * SCALES;
-      float totals[2] = {};
+    for (int64_t g = 0; g < groups; ++g)
       for (int j = 0; j < NR; ++j) {
-        const float step = _cvtsh_ss(scale[j]), low = _cvtsh_ss(scale[NR + j]);
-        float squares = 0.0f;
-        for (int64_t input = 0; input < GROUP; ++input) {
-          const float w = low + step * static_cast<float>(group[input / 4 * VECTOR + j % W * 4 + input % 4] >> j / W * 4 & 15);
-          squares += w * w;
+        const Spread spread = spread_of(*sketch, *head, p, j, g);
+        const float both[2] = {spread.of_errors, spread.of_weights};
+        for (int i = 0; i < 2; ++i) {
+          out[2 * g + i] += both[i] / NR;
+          mean[i] += both[i] / NR;
+          of_features[j][i] += both[i];
+          least[2 * g + i] = std::max(least[2 * g + i], both[i] / 2);
         }
-        const float both[2] = {step * step / 12, squares / GROUP};
-        for (int i = 0; i < 2; ++i) totals[i] += both[i], of_features[j][i] += both[i];
       }
-      for (int i = 0; i < 2; ++i) out[2 * g + i] = totals[i] / NR, mean[i] += totals[i] / NR;
-    }
     for (int j = 0; j < NR; ++j)
       for (int i = 0; i < 2; ++i) largest[i] = std::max(largest[i], of_features[j][i]);
     for (int64_t i = 0; i < groups * 2; ++i)
-      if (mean[i % 2] > 0.0f) out[i] *= largest[i % 2] / mean[i % 2];
+      if (mean[i % 2] > 0.0f) out[i] = std::max(out[i] * (largest[i % 2] / mean[i % 2]), least[i]);
+    if (!std::isfinite(mean[0] + mean[1])) out[0] = NAN;  // a panel that is always looked at
   });
 }
 
@@ -140,19 +164,21 @@ int64_t greedy(const PackedWeight* head, const PackedWeight* sketch, const float
   if (m == 0) return 0;
   const int64_t k = head->k, total = num_panels(head->n);
   const RoundedRows rounded = round_rows(x, x_bf16, m, k, threads);
+  int32_t* pairs = workspace<int32_t, kExact>(m * (k / 2));
+  float* row_scales = workspace<float, kExact>(m);
+  round_rows_to_int16(x, x_bf16, m, k, pairs, row_scales, threads);
   float* squares = workspace<float, kSums>(m * spreads_of(k));
   for (int64_t t = 0; t < rounded.tiles.count; ++t)
-    for (int r = 0; r < rounded.tiles.rows(t); ++r)
-      squares_of_row(rounded, t, r, squares + (rounded.tiles.first(t) + r) * spreads_of(k));
+    for (int r = 0; r < rounded.tiles.rows(t); ++r) {
+      const int64_t row = rounded.tiles.first(t) + r;
+      squares_of_row(rounded, t, r, row_scales[row], squares + row * spreads_of(k));
+    }
   const Bounds most{m, workspace<float, kBounds>(ceil_div(total, PANELS) * m * PANELS)};
   bound_panels(*sketch, spreads, rounded, squares, most, threads);
 
   // A row's panels are looked at in pieces, so that one row has work for all threads; the most promising one before all others.
   const int64_t pieces = ceil_div(4 * threads, m);
-  int32_t* pairs = workspace<int32_t, kExact>(m * (k / 2));
-  float* row_scales = workspace<float, kExact>(m);
   std::vector<Best> firsts(m), bests(m * pieces);
-  round_rows_to_int16(x, x_bf16, m, k, pairs, row_scales, threads);
   parallel_for(m, threads, 1, [&](int64_t row) {
     int64_t panel = 0;
     for (int64_t p = 1; p < total; ++p)
@@ -163,7 +189,7 @@ int64_t greedy(const PackedWeight* head, const PackedWeight* sketch, const float
     const int64_t row = item / pieces, piece = item % pieces;
     if (!firsts[row].finite) return;
     for (int64_t p = piece * total / pieces; p < (piece + 1) * total / pieces; ++p)
-      if (most.at(row, p) >= firsts[row].value) bests[item].look_at(*head, p, pairs + row * (k / 2), row_scales[row]);
+      if (!(most.at(row, p) < firsts[row].value)) bests[item].look_at(*head, p, pairs + row * (k / 2), row_scales[row]);
   });
   int64_t num_computed = 0;
   for (int64_t row = 0; row < m; ++row) {

@@ -93,7 +93,7 @@ void quantise_rows(const In* x, int64_t k, const RowTiles& tiles, int32_t* packe
       }
       const float top = max_lanes(largest);
       row_scales[tiles.first(t) + r] = std::isfinite(sum_lanes(poison)) ? top / 32767.0f : NAN;
-      const vf inverse = set1(top > 0.0f && std::isfinite(top) ? 32767.0f / top : 0.0f);
+      const vf inverse = set1(top > SMALLEST && std::isfinite(top) ? 32767.0f / top : 0.0f);
       alignas(64) int32_t lanes[W];
       for (int64_t i = 0; i < k; i += W) {
         const vf scaled = max(set1(-32767.0f), min(set1(32767.0f), mul(load(from + i), inverse)));
@@ -139,9 +139,12 @@ void pack(const PackedWeight& weight, const In* source, int threads) {
     for (int j = 0; j < NR && p * NR + j < n; ++j)
       for (int64_t first = 0; first < k; first += group) {
         const In* from = source + (p * NR + j) * k + first;
-        float largest = 0.0f;
-        for (int64_t i = 0; i < group; ++i) largest = std::max(largest, std::fabs(widen(from[i])));
-        const half scale = static_cast<half>(_cvtss_sh(largest / 127, _MM_FROUND_TO_NEAREST_INT));
+        float largest = 0.0f, poison = 0.0f;  // x * 0 is NaN for a value that is not finite
+        for (int64_t i = 0; i < group; ++i) {
+          largest = std::max(largest, std::fabs(widen(from[i])));
+          poison += widen(from[i]) * 0.0f;
+        }
+        const half scale = static_cast<half>(_cvtss_sh(largest / 127 + poison, _MM_FROUND_TO_NEAREST_INT));
         const float step = _cvtsh_ss(scale);
         scales[first / group * NR + j] = scale;
         for (int64_t i = 0; i < group; ++i) {
@@ -183,6 +186,14 @@ void int8_panel(const PackedWeight& weight, int64_t panel, const int32_t* pairs,
   const half* scales = static_cast<const half*>(weight.scales) + panel * (weight.k / weight.group) * NR;
   tile<1, 1>(pairs, b, scales, weight.k, weight.group, out, NR);
   for (int64_t j = 0; j < NR; j += W) store(out + j, mul(load(out + j), set1(row_scale)));
+}
+
+void int8_group(const PackedWeight& weight, int64_t feature, int64_t group, float* values) {
+  const int64_t panel = feature / NR, j = feature % NR, first = group * weight.group;
+  const int8_t* from = static_cast<const int8_t*>(weight.data) + panel * (weight.k / 2) * PAIR_BYTES;
+  const float step = _cvtsh_ss(static_cast<const half*>(weight.scales)[(panel * (weight.k / weight.group) + group) * NR + j]);
+  for (int64_t i = 0; i < weight.group; ++i)
+    values[i] = step * from[(first + i) / 2 * PAIR_BYTES + j / W * NR + j % W * 2 + (i & 1)];
 }
 
 void pack_int8(const PackedWeight& weight, const void* source, bool source_bf16, int threads) {

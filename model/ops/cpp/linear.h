@@ -29,6 +29,8 @@ constexpr int PANELS = 4;                 // panels of one work item
 constexpr int MAX_ROWS = W == 8 ? 6 : 12; // rows of a register tile: 2 * rows accumulators, 2 weights, 1 input
 constexpr int64_t CHUNK_ROWS = 240;       // rows whose sums are kept at once: 240 x PANELS x NR floats stay in cache
 
+constexpr float SMALLEST = 1e-30f;        // inputs of which none is above it are rounded to zeros: the inverse of their step must be finite
+
 inline int64_t num_panels(int64_t n) { return ceil_div(n, NR); }
 
 // Rows [0, m) cut into tiles of nearly equal size, none above MAX_ROWS.
@@ -81,5 +83,7 @@ void pack_int8(const PackedWeight& weight, const void* source, bool source_bf16,
 // Rows as linear_int8 rounds them, each [k / 2] pairs of int16 and a scale, and one panel of its product with one of them, [NR].
 void round_rows_to_int16(const void* x, bool x_bf16, int64_t m, int64_t k, int32_t* pairs, float* row_scales, int threads);
 void int8_panel(const PackedWeight& weight, int64_t panel, const int32_t* pairs, float row_scale, float* out);
+// The values of a feature's group, as they are stored; zeros beyond the last feature.
+void int8_group(const PackedWeight& weight, int64_t feature, int64_t group, float* values);
 
 }  // namespace gemserve

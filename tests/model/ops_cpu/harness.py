@@ -33,6 +33,14 @@ def reference_ops(dtype: torch.dtype) -> ReferenceOps:
     return ReferenceOps(CPU, dtype)
 
 
+def random_case(
+    rows: int, out_features: int, in_features: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, in_features, generator=generator).to(dtype)
+    return x, (torch.randn(out_features, in_features, generator=generator) * 0.05).to(dtype)
+
+
 @dataclass
 class AttentionCase:
     query: torch.Tensor  # [n, Hq, D]

@@ -5,20 +5,13 @@ import torch
 
 from model.ops.cpu import MATRIX_ROWS, CpuOps
 from model.ops.cpu_weights import GROUP, WeightStorage
-from tests.model.ops_cpu.harness import CPU, DTYPES, ROUNDING, cpu_ops, needs_kernels
+from tests.model.ops_cpu.harness import CPU, DTYPES, ROUNDING, cpu_ops, needs_kernels, random_case
+from tests.model.ops_cpu.weights import STORAGES, stored_case
 
 pytestmark = needs_kernels
 
 SHAPES = [(1, 1), (7, 3), (16, 8), (33, 65), (129, 640), (640, 1025), (100, 513), (64, 2048)]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 13, 32, 61, 250, 500]
-
-
-def random_case(
-    rows: int, out_features: int, in_features: int, dtype: torch.dtype, seed: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, in_features, generator=generator).to(dtype)
-    return x, (torch.randn(out_features, in_features, generator=generator) * 0.05).to(dtype)
 
 
 def assert_product(actual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, stored: torch.Tensor, extra: float = 0.0) -> None:
@@ -95,62 +88,35 @@ def test_int8_keeps_a_q8_0_weight_exactly() -> None:
     torch.testing.assert_close(result, weight.T, rtol=2.0**-22, atol=0)  # three roundings in float32
 
 
-def test_int4_rounds_no_group_worse_than_the_plain_rule_and_what_fits_exactly() -> None:
-    """The plain rule is Q4_0's: the largest of a group stands at -8."""
-    ops = cpu_ops(torch.float32, "int4")
-    _, weight = random_case(1, 45, 128, torch.float32)
-    weight[3, 32:64] = 0
-    fitting = torch.randint(-8, 8, (45, 4, GROUP), generator=torch.Generator().manual_seed(5)).float()
-    fitting[:, :, 7] = -8
-    weight[20:] = (fitting * 2.0**-6).view(45, -1)[20:]
-    packed = ops.pack_linear(weight, "down")
-    panel = 32 if "AVX-512" in ops.name else 16  # features; the last panel is filled up
-    padded = -(-45 // panel) * panel
-    assert packed.nbytes == padded * 128 // 2 + padded * 4 * 2  # half a byte a weight and a float16 a group
-    errors = (ops.linear(torch.eye(128), packed).T - weight).view(45, 4, GROUP)
-    assert errors[20:].abs().max() < 1e-6
-    groups = weight.view(45, 4, GROUP)
-    step = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).half().float() / -8
-    rounded = torch.where(step == 0, 0.0, (groups / step).round().clamp(-8, 7) * step)
-    assert (errors.square().sum(-1) <= (rounded - groups).square().sum(-1) * 1.01 + 1e-9).all()
-    assert ops.pack_linear(weight, "head").storage == "int8"  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("shape", [(129, 640), (65, 1056)])
-def test_a_row_is_the_same_bits_in_every_batch(weights: WeightStorage, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    ops = cpu_ops(dtype, weights)
-    x, weight = random_case(max(ROWS), *shape, dtype)
-    packed = ops.pack_linear(weight, "down")
+def test_a_row_is_the_same_bits_in_every_batch(storage: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    ops, x, packed = stored_case(storage, max(ROWS), *shape, dtype)
     alone = torch.cat([ops.linear(row[None], packed) for row in x])
     for rows in ROWS:
         assert torch.equal(ops.linear(x[:rows], packed), alone[:rows])
         assert torch.equal(ops.linear(x[-rows:], packed), alone[-rows:])
 
 
-@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8", "int4"])
-def test_the_number_of_threads_changes_no_bit(weights: WeightStorage) -> None:
-    ops = cpu_ops(torch.float32, weights)
-    x, weight = random_case(37, 300, 640, torch.float32)
-    packed = ops.pack_linear(weight, "down")
+@pytest.mark.parametrize("storage", STORAGES)
+def test_the_number_of_threads_changes_no_bit(storage: str) -> None:
+    ops, x, packed = stored_case(storage, 120, 300, 640, torch.float32)
     before = torch.get_num_threads()
     results = []
     try:
-        for threads in (1, 2):
+        for threads in (1, 2, 7):
             torch.set_num_threads(threads)
             results.append(ops.linear(x, packed))
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(*results)
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_a_row_that_is_not_finite_shows_and_stays_alone(weights: WeightStorage, poison: float) -> None:
-    ops = cpu_ops(torch.float32, weights)
-    x, weight = random_case(6, 64, 96, torch.float32)
-    packed = ops.pack_linear(weight, "down")
+def test_a_row_that_is_not_finite_shows_and_stays_alone(storage: str, poison: float) -> None:
+    ops, x, packed = stored_case(storage, 6, 64, 96, torch.float32)
     clean = ops.linear(x, packed)
     x[2, 17] = poison
     dirty = ops.linear(x, packed)
