@@ -123,7 +123,7 @@ def _bits_needed(library: ctypes.CDLL, weight: torch.Tensor) -> torch.Tensor | N
 def _room(
     library: ctypes.CDLL, memory: HugePageMemory, shape: torch.Size, storage: str, bits: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Tensors for the data and the scales. Data of few bits begin with the places of their panels (cpp/few_bits.cpp)."""
+    """Tensors for the data and the scales. Data of few bits begin with the places of their panels (cpp/few_bits.h)."""
     out_features, in_features = shape
     if bits is None:
         num_elements = library.packed_elements(out_features, in_features)

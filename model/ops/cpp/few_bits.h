@@ -111,6 +111,19 @@ INLINE void with_rows(int rows, const Body& body) {
 #undef CASE
 }
 
+// A panel of the weight's data, which starts with the panels' places: int64 [panels + 1], bytes from its start.
+struct Panel {
+  const uint8_t* data;
+  int bits;
+  const half* scales;
+};
+inline Panel panel_of(const PackedWeight& weight, int64_t p) {
+  const int64_t* places = static_cast<const int64_t*>(weight.data);
+  const int64_t bytes = (places[p + 1] - places[p]) / (weight.k / GROUP);
+  const half* scales = static_cast<const half*>(weight.scales) + p * (weight.k / GROUP) * SCALES;
+  return {static_cast<const uint8_t*>(weight.data) + places[p], bytes == group_bytes(4) ? 4 : bytes == group_bytes(5) ? 5 : 8, scales};
+}
+
 // Data of a weight whose panels all are of the same bits, one after the other.
 inline const uint8_t* first_panel_data(const PackedWeight& weight) {
   return static_cast<const uint8_t*>(weight.data) + *static_cast<const int64_t*>(weight.data);

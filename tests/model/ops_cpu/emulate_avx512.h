@@ -6,6 +6,10 @@
 #include <simde/x86/f16c.h>
 #include <simde/x86/fma.h>
 
+#if defined(GEMSERVE_EMULATE_VNNI)  // after SIMDe, which would take it for the processor's own
+#define __AVX512VNNI__ 1
+#endif
+
 #undef _mm512_madd_epi16  // some versions alias it with the wrong number of arguments
 #define _mm512_madd_epi16(a, b) simde_mm512_madd_epi16(a, b)
 #define GEMSERVE_EMULATE_AVX512 1
