@@ -2,8 +2,9 @@
 
 For every number of sequences and context length: the time of a decode step as it runs, then with its operations called one by one
 and timed, and the floor of each part, which is the larger of its bytes over the read bandwidth and its arithmetic over the peak (of
-float32, or of bytes where weights are of few bits), all measured in the same run. Local and global attention are listed apart, per layer, so that it shows which of them grows with
-the context. Keys and values are zeros: their content does not matter to the time. Times are medians, in milliseconds.
+float32, or of bytes where weights are of few bits), all measured in the same run. Local and global attention are listed apart, per
+layer, so that it shows which of them grows with the context. Keys and values are zeros: their content does not matter to the time.
+Times are medians, in milliseconds.
 """
 
 import argparse
@@ -52,7 +53,12 @@ class PartTimes:
         def attention(_query: torch.Tensor, _k: torch.Tensor, _v: torch.Tensor, metadata: AttentionMetadata, *_: object) -> str:
             return "attention, global" if metadata.window is None else "attention, local"
 
-        names: dict[str, Callable[..., str]] = {"linear": linear, "logits": linear, "greedy": linear, "paged_attention": attention}
+        names: dict[str, Callable[..., str]] = {
+            "linear": linear,
+            "logits": linear,
+            "greedy": linear,
+            "paged_attention": attention,
+        }
         ops.decoder_layer = lambda *_: False
         names |= {name: lambda *_, name=name: name for name in (*ELEMENTWISE, *SAMPLING)}
         for name, part in names.items():

@@ -144,7 +144,7 @@ class Ops(ABC):
 
     def greedy(self, x: torch.Tensor, head: LinearWeight) -> torch.Tensor | None:
         """The likeliest token of each final hidden state [r, h], the lowest id among equals, -1 where it is not finite: int64 [r].
-        As ``argmax`` of ``logits``, for less than those cost; None: the backend has no such way."""
+        As ``argmax`` of ``logits``, for less than those cost; None: the backend has no such way for this head."""
         return None
 
     # -- elementwise -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from model.ops import LinearRole, PackedForm
 
 # "exact" keeps weights as they are, in bfloat16 where that loses nothing (half the bytes to read), else in float32. The others
 # round: to bfloat16; to int8 in groups of 32 inputs; to int4 likewise, but the head, whose errors are the logits' own, to int8.
-# What comes from 4 or 5 bits and is to be int8 becomes "int5", which loses nothing by it: 5 bits where they hold the values, else 8.
+# What comes from 4 or 5 bits and is to be int8 becomes "int5", which loses nothing by it: 5 bits where they hold the values, 8
+# elsewhere. Few-bit weights are multiplied by inputs of 8 bits, int8 ones by inputs of 16.
 WeightStorage = Literal["exact", "float32", "bfloat16", "int8", "int4"]
 GROUP = 32  # inputs that share a scale, as in GGUF's Q8_0, Q5_0 and Q4_K
 INT5_SHARE = 0.75  # of the panels must fit 5 bits
@@ -93,7 +94,7 @@ def pack_weight(
         bits = _bits_needed(library, source)
         storage = "int8" if bits is None else "int5"
     data, scales = _room(library, memory, source.shape, storage, bits)
-    packed = _described(*source.shape, storage, data, scales, source if keep_plain else None)
+    packed = _described(source.shape[0], source.shape[1], storage, data, scales, source if keep_plain else None)
     library.pack_linear(packed.address, source.data_ptr(), int(source.dtype == torch.bfloat16), torch.get_num_threads())
     return packed
 
