@@ -1,10 +1,10 @@
 """Profiles whole steps of a loaded model on a CPU, part by part: ``python -m model.bench_step``.
 
-For every number of sequences and context length: the time of a decode step as it runs, then with its operations called one by one
-and timed, and the floor of each part, which is the larger of its bytes over the read bandwidth and its arithmetic over the peak (of
-float32, or of bytes where weights are of few bits), all measured in the same run. Local and global attention are listed apart, per
-layer, so that it shows which of them grows with the context. Keys and values are zeros: their content does not matter to the time.
-Times are medians, in milliseconds.
+For every number of sequences and context length: the time of a decode step as it runs, then with its operations called one by
+one and timed, and the floor of each part, which is the larger of its bytes over the read bandwidth and its arithmetic over
+the peak (of float32, or of bytes where weights are of few bits), all measured in the same run. Local and global attention are
+listed apart, per layer, so that it shows which of them grows with the context. Keys and values are zeros: their content does
+not matter to the time. Times are medians, in milliseconds.
 """
 
 import argparse

@@ -143,7 +143,7 @@ class Ops(ABC):
         """Final hidden states [r, h] -> logits float32 [r, V] (writable by the caller), never rounded to bfloat16. r may be 0."""
 
     def greedy(self, x: torch.Tensor, head: LinearWeight) -> torch.Tensor | None:
-        """The likeliest token of each final hidden state [r, h], the lowest id among equals, -1 where it is not finite: int64 [r].
+        """The likeliest token of each final hidden state [r, h], the lowest id among equals, -1 where not finite: int64 [r].
         As ``argmax`` of ``logits``, for less than those cost; None: the backend has no such way for this head."""
         return None
 

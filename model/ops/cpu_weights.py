@@ -104,11 +104,11 @@ def pack_head(library: ctypes.CDLL, memory: HugePageMemory, weight: torch.Tensor
     packed = pack_weight(library, memory, weight, storage)
     if storage != "int8":
         return packed
-    num_panels = library.few_bits_panels(weight.shape[0])
+    out_features, in_features = weight.shape
+    num_panels = library.few_bits_panels(out_features)
     data, scales = _room(library, memory, weight.shape, "int4", torch.full((num_panels,), 4, dtype=torch.uint8))
-    sketch = Sketch(
-        _described(*weight.shape, "int4", data, scales, None), torch.empty(num_panels, library.sketch_spreads(weight.shape[1]))
-    )
+    spreads = torch.empty(num_panels, library.sketch_spreads(in_features))
+    sketch = Sketch(_described(out_features, in_features, "int4", data, scales, None), spreads)
     library.pack_sketch(sketch.weight.address, sketch.spreads.data_ptr(), packed.address, torch.get_num_threads())
     return replace(packed, sketch=sketch)
 
