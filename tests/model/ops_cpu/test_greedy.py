@@ -83,7 +83,8 @@ def outlying_weights(x: torch.Tensor, weight: torch.Tensor) -> None:
     """Each row has its coarse group, and the inputs lie in one group: what is usual for a panel says little about a row."""
     num_groups = weight.shape[1] // GROUP
     rows = torch.arange(len(weight))
-    weight[rows, rows % num_groups * GROUP] = 2.0
+    weight[rows % num_groups == 3, 3 * GROUP : 4 * GROUP] *= 2
+    weight[rows, rows % num_groups * GROUP] = 4.0
     x.view(len(x), num_groups, GROUP)[:, torch.arange(num_groups) != 3] = 0
     x[:, 3 * GROUP] = 0
 
@@ -96,7 +97,7 @@ def constant_rows(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 def three_levels(x: torch.Tensor, weight: torch.Tensor) -> None:
     """Zero lies between two of the 16 steps; inputs of one sign add such errors up."""
-    weight[:] = weight.sign() * (weight.abs() > 0.05)
+    weight[:] = weight.sign() * (weight.abs() > 0.05) * 1.2
     x[:] = x.abs()
 
 
