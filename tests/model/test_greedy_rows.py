@@ -1,7 +1,5 @@
 """Steps whose sequences are all greedy go through the sketch of the head, and get the tokens that all logits would give them."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -25,7 +23,7 @@ def model() -> Gemma3:
 
 
 @pytest.fixture
-def counted(model: Gemma3, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows of logits were computed, call by call."""
     rows: list[int] = []
 
@@ -35,7 +33,7 @@ def counted(model: Gemma3, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int
 
     original = CpuOps.logits
     monkeypatch.setattr(CpuOps, "logits", logits)
-    yield rows
+    return rows
 
 
 def decode(model: Gemma3, settings: list[SamplingParams], steps: int) -> list[list[int]]:
