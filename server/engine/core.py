@@ -93,7 +93,7 @@ class EngineCore:
             self.scheduler.abort(request)
         self._after_change()
 
-    def step(self) -> list[RequestEvent]:
+    def step(self) -> Sequence[RequestEvent]:
         """Run one step. An exception from the runner leaves the core unusable: the caller ends the engine."""
         started = self._clock()
         expired = self.scheduler.expire()
@@ -113,7 +113,9 @@ class EngineCore:
         self._kv.rows.next_step()
         after_run = self._clock()
         num_running = self.scheduler.num_running
-        events = expired + self.scheduler.update(batch, results)
+        events = self.scheduler.update(batch, results)
+        if expired:
+            events = [*expired, *events]
         if expired or self.scheduler.num_running < num_running:
             self._forget_finished(events)
         finished = self._clock()
@@ -138,7 +140,7 @@ class EngineCore:
         self.scheduler.max_step_tokens = min(max(limit, self._kv.block_size), self.scheduler.config.max_num_batched_tokens)
         return results
 
-    def _forget_finished(self, events: list[RequestEvent]) -> None:
+    def _forget_finished(self, events: Sequence[RequestEvent]) -> None:
         for request, _ in events:
             if request.timings.finished is not None:
                 del self._requests[request.request_id]

@@ -104,9 +104,7 @@ class Scheduler:
         if group is not None and len(group.requests) == len(self.running):
             decodes += group.requests
             batch.group = group
-            for request in group.begins_block:
-                if request.status is RUNNING and request.num_tokens > request.num_slots:
-                    self._allocate_or_preempt(request, 1, batch)
+            self._begin_blocks(group, batch)
             return []
         others: list[Request] = []
         limit = self.config.max_num_batched_tokens
@@ -122,6 +120,13 @@ class Scheduler:
                 else:
                     prefills.append(ScheduledChunk(request, 1))
         return others
+
+    def _begin_blocks(self, group: DecodeGroup, batch: ScheduledBatch) -> None:
+        wanting = [request for request in group.begins_block if len(request.token_ids) > request.num_slots]
+        if wanting and not self.kv.allocate_one_each(wanting):
+            for request in wanting:
+                if request.status is RUNNING:  # else it was preempted for one before it
+                    self._allocate_or_preempt(request, 1, batch)
 
     def _schedule_prefills(self, batch: ScheduledBatch, prefills: list[Request], budget: int) -> int:
         used = 0
@@ -221,10 +226,12 @@ class Scheduler:
                 chunk.num_tokens += more
                 budget -= more
 
-    def update(self, batch: ScheduledBatch, results: Sequence[ChunkResult]) -> list[RequestEvent]:
+    def update(self, batch: ScheduledBatch, results: Sequence[ChunkResult]) -> Sequence[RequestEvent]:
         """Take a step's results, first the decodes': advance, publish and recycle, append sampled tokens, finish what is done."""
-        events: list[RequestEvent] = []
-        self._update_decodes(batch, results, events)
+        of_decodes = self._update_decodes(batch, results)
+        if not batch.prefills:
+            return of_decodes
+        events = list(of_decodes)
         for chunk, result in zip(batch.prefills, results[len(batch.decodes) :], strict=True):
             request = chunk.request
             if request.status is not RUNNING:
@@ -245,38 +252,34 @@ class Scheduler:
                 events.append((request, self._append(request, result)))
         return events
 
-    def _update_decodes(self, batch: ScheduledBatch, results: Sequence[ChunkResult], events: list[RequestEvent]) -> None:
+    def _update_decodes(self, batch: ScheduledBatch, results: Sequence[ChunkResult]) -> Sequence[RequestEvent]:
         if isinstance(results, SampledTokens) and len(batch.decodes) == len(self.running):
-            self._update_group(batch.decodes, results.token_ids, events)
-            return
+            return self._update_group(batch.decodes, results.token_ids)
         self._group = None
-        for request, result in zip(batch.decodes, results, strict=False):
-            if request.status is RUNNING:  # else it was aborted while the step ran
-                self._update_decode(request, result, events)
+        # One that does not run was aborted while the step ran.
+        each = zip(batch.decodes, results, strict=False)
+        return [self._update_decode(request, result) for request, result in each if request.status is RUNNING]
 
-    def _update_group(self, requests: list[Request], token_ids: list[int], events: list[RequestEvent]) -> None:
+    def _update_group(self, requests: list[Request], token_ids: list[int]) -> Sequence[RequestEvent]:
         """``_update_decode`` of each. Hundreds of them get their next token in each step, and nothing else is to be done."""
         group = self._group
         if group is None or group.requests != requests:
-            group = self._group = DecodeGroup(requests)
-        ending = group.ending(token_ids)
-        if ending:
+            group = self._group = DecodeGroup(requests, self.kv.block_size)
+        if not group.goes_on(token_ids):
             self._group = None
-            for request, token_id in zip(requests, token_ids, strict=True):
-                self._update_decode(request, sampled(token_id), events)
-            return
-        events += zip(requests, group.advance(token_ids, self.kv.block_size), strict=True)
-        for request in group.begins_block:
-            self.kv.commit(request)
+            each = zip(requests, token_ids, strict=True)
+            return [self._update_decode(request, sampled(token_id)) for request, token_id in each]
+        outputs = group.advance(token_ids)
+        self.kv.commit_each(group.begins_block)
+        return outputs
 
-    def _update_decode(self, request: Request, result: ChunkResult, events: list[RequestEvent]) -> None:
+    def _update_decode(self, request: Request, result: ChunkResult) -> RequestEvent:
         request.num_computed_tokens += 1
         if result.error is not None:
-            events.append(self._fail(request, result.error))
-            return
+            return self._fail(request, result.error)
         if request.num_computed_tokens % self.kv.block_size == 0:
             self.kv.commit(request)
-        events.append((request, self._append(request, result)))
+        return request, self._append(request, result)
 
     def _fail(self, request: Request, error: str) -> RequestEvent:
         self.stats.numerical_faults_total += error == NOT_FINITE
@@ -356,5 +359,5 @@ class Scheduler:
             assert len(tables.global_blocks) * self.kv.block_size >= request.num_computed_tokens
             assert request.num_slots == len(tables.global_blocks) * self.kv.block_size
         if self._group is not None and len(self._group.requests) == len(self.running):
-            self._group.check()
+            self._group.check(self.kv.block_size)
         self.kv.check_invariants()
