@@ -5,7 +5,7 @@ text. Not thread-safe: one thread calls it.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
@@ -232,19 +232,20 @@ class ModelRunner:
         hidden: torch.Tensor,
         chunks: Sequence[SequenceChunk],
         positions: npt.NDArray[np.int64],
-        scratch: dict[str, Any],
+        scratch: dict[Hashable, Any],
     ) -> torch.Tensor:
         """Tokens of plain chunks from their last hidden states, int64 [len(chunks)], -1 where logits are not finite."""
         drawn = []
-        for first in range(0, len(chunks), self.max_logits_rows):
-            end = first + self.max_logits_rows
-            logits = self.model.logits(hidden[first:end])
+        count, length = len(chunks), self.max_logits_rows
+        for first in range(0, count, length):
+            rows = slice(first, first + length)
+            logits = self.model.logits(hidden if count <= length else hidden[rows])
             began = time.monotonic()
-            key = f"draws of {first}"
+            key = "draws", first
             if key not in scratch:
                 sampling = chunks.sampling if isinstance(chunks, DecodeChunks) else [chunk.sampling for chunk in chunks]
-                scratch[key] = draw_groups(sampling[first:end], logits.shape[1], logits.device)
-            drawn.append(self.sampler.draw_plain(logits, scratch[key], positions[first:end]))
+                scratch[key] = draw_groups(sampling[rows], logits.shape[1], logits.device)
+            drawn.append(self.sampler.draw_plain(logits, scratch[key], positions[rows]))
             self.sample_seconds += time.monotonic() - began
         return torch.cat(drawn) if len(drawn) > 1 else drawn[0]
 

@@ -1,6 +1,6 @@
 """What crosses the border between engine and model in one step: chunks of sequences in, sampled tokens out. No torch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
@@ -80,7 +80,7 @@ class DecodeChunks(Sequence[SequenceChunk]):
         self.rows = np.array(rows, dtype=np.int64)
         self.plain = plain  # each of them is
         self.token_ids = self.starts = np.zeros(0, dtype=np.int64)  # [n], as of a chunk
-        self.scratch: dict[str, Any] = {}  # a runner's own plans, which hold as long as the sequences are the same
+        self.scratch: dict[Hashable, Any] = {}  # a runner's own plans, which hold as long as the sequences are the same
         self._num_prompt_tokens = np.array(num_prompt_tokens, dtype=np.int64)
         self._make_chunk = make_chunk
 
