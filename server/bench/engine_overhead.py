@@ -1,8 +1,8 @@
 """What a decode step costs the host: the engine's own code, from the schedule to the outputs, over a device that takes no time.
 
 Every sequence decodes; the contexts are spread evenly up to the longest, so that in every step some of them begin a block,
-publish one and recycle one. Delivery is what the event loop's thread does afterwards, beside the next step: it wakes a reader for
-each sequence.
+publish one and recycle one. Delivery is what the event loop's thread does afterwards, beside the next step: it makes the outputs
+and wakes a reader for each sequence.
 """
 
 import asyncio
@@ -109,7 +109,7 @@ def measure_overhead(num_seqs: int, longest: int, num_steps: int, temperature: f
     # As a server does (server/cli/serving.py): what was there before the first request is not looked through for garbage.
     gc.collect()
     gc.freeze()
-    events: list[RequestEvent] = []
+    events: Sequence[RequestEvent] = []
     for _ in range(num_steps):
         events = []  # as in a server, they are not freed by the thread that steps
         laps.start()
@@ -121,7 +121,7 @@ def measure_overhead(num_seqs: int, longest: int, num_steps: int, temperature: f
     return parts
 
 
-async def _deliveries(core: EngineCore, events: list[RequestEvent], count: int) -> list[float]:
+async def _deliveries(core: EngineCore, events: Sequence[RequestEvent], count: int) -> list[float]:
     """Seconds from the hand-over of a step's outputs until every reader has its own and waits for the next."""
     engine = AsyncEngine(core, EngineLimits(1, 1, 1))
     taken = 0
@@ -153,6 +153,8 @@ def render(parts: StepParts, num_seqs: int, longest: int, temperature: float) ->
     kind = "greedy" if temperature == 0 else f"temperature {temperature:g}, top_p 0.95"
     rows = [(part, [step[part] for step in parts.steps], meaning) for part, meaning in PARTS.items()]
     rows.append(("step", [sum(step.values()) for step in parts.steps], "all of these"))
+    waits = [sum(step.values()) - step["sample"] for step in parts.steps]
+    rows.append(("waits", waits, "all but sample: before the device gets its next work"))
     rows.append(("delivery", parts.deliveries, "in the event loop's thread, beside the next step"))
     lines = [f"{num_seqs} sequences, contexts up to {longest} tokens, {kind}; {len(parts.steps)} steps, ms"]
     lines.append(f"  {'':<10}{'median':>8}{'fastest tenth':>15}")
