@@ -16,7 +16,8 @@ import torch
 from model.block_tables import GLOBAL, LOCAL
 from model.kv_cache_spec import KVCacheSpec
 from model.ops import AttentionMetadata
-from model.sequence_chunk import DecodeChunks, SequenceChunk
+from model.pending_step import PendingStep
+from model.sequence_chunk import DecodeChunks, DrawnTokens, SequenceChunk
 
 SPARE_WIDTH = 64  # columns that decodes can grow into before their tables are copied anew
 
@@ -142,7 +143,7 @@ def _batch_of_decodes(chunks: DecodeChunks, spec: KVCacheSpec, device: torch.dev
     slots *= spec.block_size
     slots += offsets
     return _batch(
-        token_ids=to_device(chunks.token_ids, device),
+        token_ids=to_device(chunks.token_ids, device) if chunks.drawn is None else drawn_token_ids(chunks.drawn, device),
         positions=positions,
         ends=positions + 1,
         query_lens=plan.query_lens,
@@ -153,6 +154,12 @@ def _batch_of_decodes(chunks: DecodeChunks, spec: KVCacheSpec, device: torch.dev
         spec=spec,
         device=device,
     )
+
+
+def drawn_token_ids(drawn: DrawnTokens, device: torch.device) -> torch.Tensor:
+    """int64 [n], which the device has drawn, or is going to before it gets here."""
+    assert isinstance(drawn.step, PendingStep), "a step of another runner"
+    return drawn.step.token_ids(None if drawn.chunks is None else to_device(drawn.chunks, device))
 
 
 def _tables_of_decodes(chunks: DecodeChunks, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

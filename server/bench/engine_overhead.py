@@ -77,12 +77,20 @@ def spread_lengths(num_seqs: int, longest: int) -> list[int]:
     return [max(1, longest * (index + 1) // num_seqs - rng.randrange(BLOCK_SIZE)) for index in range(num_seqs)]
 
 
-def decoding_core(runner: Runner, spec: KVCacheSpec, lengths: Sequence[int], temperature: float = 0.0) -> EngineCore:
+def decoding_core(
+    runner: Runner,
+    spec: KVCacheSpec,
+    lengths: Sequence[int],
+    temperature: float = 0.0,
+    *,
+    async_scheduling: bool = False,
+) -> EngineCore:
     """An engine whose sequences, with prompts of these lengths, have all begun to decode."""
     num_global = 2 + sum(length // spec.block_size + 100 for length in lengths)
     num_local = 2 * spec.local_pool_blocks(len(lengths), MAX_BATCHED_TOKENS)
     kv = KVCacheManager(spec, num_global, num_local, prefix_caching=True)
-    core = EngineCore(runner, kv, SchedulerConfig(len(lengths), MAX_BATCHED_TOKENS, kv.capacity_tokens))
+    config = SchedulerConfig(len(lengths), MAX_BATCHED_TOKENS, kv.capacity_tokens)
+    core = EngineCore(runner, kv, config, async_scheduling=async_scheduling)
     rng = random.Random(0)
     for index, length in enumerate(lengths):
         sampling = SamplingParams(

@@ -36,6 +36,15 @@ class DecodeGroup:
         self._timings = [request.timings for request in requests]
         self._ending_ids = frozenset[int]().union(*{request.ending_ids for request in requests})
 
+    def can_run_ahead(self, running: list[Request]) -> bool:
+        """Whether the group is all that runs, and none of it ends by length with its next token."""
+        return len(self.requests) == len(running) and self._steps_left > 1
+
+    @property
+    def next_to_begin_block(self) -> list[Request]:
+        """Those whose next token is the first of a block."""
+        return self._beginning[self._num_steps % len(self._beginning)]
+
     def goes_on(self, token_ids: list[int]) -> bool:
         """Whether none of the requests ends, well or not, with these tokens."""
         if self._steps_left <= 1:
@@ -50,7 +59,7 @@ class DecodeGroup:
             request.num_computed_tokens = num_tokens
         for tokens, token_id in zip(self._token_lists, token_ids, strict=True):
             tokens.append(token_id)
-        self.begins_block = self._beginning[self._num_steps % len(self._beginning)]
+        self.begins_block = self.next_to_begin_block
         self._num_steps += 1
         self._steps_left -= 1
         self.num_tokens = self.num_tokens + 1

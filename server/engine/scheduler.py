@@ -11,10 +11,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from model.sequence_chunk import NOT_FINITE, ChunkResult, SampledTokens, sampled
 from server.engine.decode_group import DecodeGroup
 from server.engine.kv_manager import KVCacheManager
-from server.engine.request import FinishReason, Request, RequestExpiredError, RequestFailedError, RequestStatus, TokenOutput
+from server.engine.outputs import append_result
+from server.engine.request import Request, RequestExpiredError, RequestFailedError, RequestStatus, TokenOutput
 from server.engine.scheduled_batch import ScheduledBatch, ScheduledChunk
 from server.engine.stats import EngineStats
 
@@ -53,6 +56,10 @@ class Scheduler:
         self.waiting: deque[Request] = deque()  # by priority; within one, the preempted, then the new in order of arrival
         self.running: list[Request] = []  # in order of admission
         self._group: DecodeGroup | None = None  # the last step, if all of it just got a token; void once one has gone
+        # The step that runs already while the results of the one before it are taken; these then come next.
+        self.ahead: ScheduledBatch | None = None
+        self._held: list[Request] = []  # have ended, and their blocks are in use until the results of the step ahead are there
+        self._may_admit = True  # False: nothing that waits can be admitted until a request comes or goes
         self.stats = EngineStats()
         # Prefill tokens in a step that also decodes; the step loop lowers it so that prefills don't stall running streams.
         self.mixed_prefill_tokens = config.max_num_batched_tokens
@@ -64,6 +71,7 @@ class Scheduler:
         assert request.num_tokens <= self.config.max_model_len, "the caller checks that a request can ever fit"
         request.max_num_tokens = min(request.num_prompt_tokens + request.sampling.max_tokens, self.config.max_model_len)
         self.waiting.insert(bisect_right(self.waiting, request.spec.priority, key=_priority), request)
+        self._may_admit = True
 
     @property
     def num_running(self) -> int:
@@ -85,6 +93,7 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """Choose the next step's chunks and allocate their blocks."""
         batch = ScheduledBatch()
+        self._may_admit = True
         prefills = self._schedule_decodes(batch)
         budget = self.max_step_tokens - batch.num_tokens
         if batch.num_sequences:
@@ -95,6 +104,33 @@ class Scheduler:
         self._extend_prefills(batch, budget)
         assert batch.num_sequences or not self.running, "running requests must move in every step"
         return batch
+
+    def schedule_ahead(self, batch: ScheduledBatch) -> ScheduledBatch | None:
+        """The step after ``batch``, all of whose tokens are plain draws that are not known yet; None where they must be.
+
+        It runs the tokens that ``batch`` draws. Those that are known to be the last of their requests are left out; what ends
+        with another one is found later, and what the step ahead draws for it is then dropped. Nothing is admitted or preempted.
+        """
+        if batch.prefills or (self.waiting and self._may_admit):
+            return None
+        group = self._group
+        if group is not None and group.requests == batch.decodes and group.can_run_ahead(self.running):
+            ahead = ScheduledBatch(group.requests, num_tokens_before=group.num_tokens)
+            beginning = group.next_to_begin_block
+        else:
+            of_batch = [(index, r) for index, r in enumerate(batch.decodes) if r.status is RUNNING]
+            if len(of_batch) < len(self.running):
+                return None  # one was left out for want of room in the step
+            going_on = [(index, r) for index, r in of_batch if len(r.token_ids) + 1 < r.max_num_tokens]
+            if not going_on:
+                return None
+            ahead = ScheduledBatch([request for _, request in going_on])
+            ahead.num_tokens_before = np.array([len(request.token_ids) for request in ahead.decodes], dtype=np.int64)
+            if len(going_on) < len(batch.decodes):
+                ahead.of_batch_before = np.array([index for index, _ in going_on], dtype=np.int64)
+            beginning = ahead.decodes
+        wanting = [request for request in beginning if len(request.token_ids) >= request.num_slots]
+        return ahead if self.kv.allocate_one_each(wanting) else None
 
     def _schedule_decodes(self, batch: ScheduledBatch) -> list[Request]:
         """Schedules every request with one uncomputed token; the others are returned. While the same ones decode from step to
@@ -170,20 +206,26 @@ class Scheduler:
         self.stats.preemptions_total += 1
 
     def _schedule_waiting(self, batch: ScheduledBatch, budget: int) -> int:
-        used = 0
+        used, num_pending = 0, 0
         for request in list(self.waiting):
-            if used >= budget or len(self.running) >= self.config.max_num_seqs:
+            if len(self.running) >= self.config.max_num_seqs:
+                self._may_admit = False
+                break
+            if used >= budget:
                 break
             if self.kv.still_waits(request):
+                num_pending += 1
                 continue
             hit = self.kv.find_hit(request)
             if hit.pending:
+                num_pending += 1
                 continue  # a running request computes the next block of this very prefix: wait for it, compute it once
             request.num_computed_tokens = hit.num_tokens
             chunk = self._chunk(request, budget - used, others=request is not self.waiting[-1])
             target = hit.num_tokens + chunk if self.config.over_admission else request.num_tokens
             if not self._fits(self.kv.num_blocks_to_admit(hit, target)):
                 request.num_computed_tokens = 0
+                self._may_admit = num_pending > 0
                 break
             self.waiting.remove(request)
             self.running.append(request)
@@ -228,6 +270,7 @@ class Scheduler:
 
     def update(self, batch: ScheduledBatch, results: Sequence[ChunkResult]) -> Sequence[RequestEvent]:
         """Take a step's results, first the decodes': advance, publish and recycle, append sampled tokens, finish what is done."""
+        self._release_held()
         of_decodes = self._update_decodes(batch, results)
         if not batch.prefills:
             return of_decodes
@@ -249,14 +292,24 @@ class Scheduler:
             # Positions recomputed after a preemption yield log-probabilities that are already there.
             request.prompt_logprobs.extend(result.prompt_logprobs[max(0, len(request.prompt_logprobs) - position) :])
             if samples or request.num_uncomputed_tokens == 0:
-                events.append((request, self._append(request, result)))
+                events.append(self._append(request, result))
         return events
 
+    def _release_held(self) -> None:
+        for request in self._held:
+            self.kv.free(request)
+        self._held = []
+
     def _update_decodes(self, batch: ScheduledBatch, results: Sequence[ChunkResult]) -> Sequence[RequestEvent]:
-        if isinstance(results, SampledTokens) and len(batch.decodes) == len(self.running):
-            return self._update_group(batch.decodes, results.token_ids)
+        if isinstance(results, SampledTokens):
+            requests, token_ids = batch.decodes, results.token_ids
+            if len(requests) > len(self.running):  # some have ended since the step was launched
+                going_on = [index for index, request in enumerate(requests) if request.status is RUNNING]
+                requests, token_ids = [requests[i] for i in going_on], [token_ids[i] for i in going_on]
+            if requests and len(requests) == len(self.running):
+                return self._update_group(requests, token_ids)
         self._group = None
-        # One that does not run was aborted while the step ran.
+        # One that does not run has ended while the step ran.
         each = zip(batch.decodes, results, strict=False)
         return [self._update_decode(request, result) for request, result in each if request.status is RUNNING]
 
@@ -279,52 +332,26 @@ class Scheduler:
             return self._fail(request, result.error)
         if request.num_computed_tokens % self.kv.block_size == 0:
             self.kv.commit(request)
-        return request, self._append(request, result)
+        return self._append(request, result)
 
     def _fail(self, request: Request, error: str) -> RequestEvent:
         self.stats.numerical_faults_total += error == NOT_FINITE
         self._finish(request)
         return request, RequestFailedError(error)
 
-    def _append(self, request: Request, result: ChunkResult) -> TokenOutput:
-        request.token_ids.extend(result.token_ids)
-        if request.grammar is not None:
-            for token_id in result.token_ids:
-                if token_id not in request.sampling.stop_token_ids:  # these end the request, and the grammar lets them
-                    request.grammar.accept(token_id)
-        reason, stop_token_id = self._finish_reason(request)
-        is_first, request.has_output = not request.has_output, True
-        if is_first:
-            request.timings.first_token = self.clock()
-        output = TokenOutput(
-            token_ids=result.token_ids,
-            num_cached_tokens=request.num_cached_tokens,
-            timings=request.timings,
-            logprobs=result.logprobs,
-            prompt_logprobs=request.prompt_logprobs if is_first and request.sampling.prompt_logprobs is not None else None,
-            finish_reason=reason,
-            stop_token_id=stop_token_id,
-            mean_hidden=None if request.hidden_sum is None else request.hidden_sum / request.num_prompt_tokens,
-        )
-        if reason is not None:
+    def _append(self, request: Request, result: ChunkResult) -> RequestEvent:
+        output = append_result(request, result, self.clock)
+        if output.finish_reason is not None:
             self._finish(request)
-        return output
-
-    def _finish_reason(self, request: Request) -> tuple[FinishReason | None, int | None]:
-        last = request.token_ids[-1]
-        if request.num_output_tokens and last in request.sampling.stop_token_ids:
-            return "stop", last
-        if request.grammar is not None and request.grammar.is_complete and request.sampling.max_tokens > 0:
-            return "stop", None
-        if request.spec.pools:
-            return "stop", None
-        if request.num_tokens >= request.max_num_tokens:
-            return "length", None
-        return None, None
+        return request, output
 
     def _finish(self, request: Request) -> None:
         self.running.remove(request)
-        self.kv.free(request)
+        if self.ahead is not None and request in self.ahead.decodes:
+            self._held.append(request)
+        else:
+            self.kv.free(request)
+        self._may_admit = True
         request.status = RequestStatus.FINISHED
         request.timings.finished = self.clock()
 
@@ -334,6 +361,7 @@ class Scheduler:
             self._finish(request)
         elif request.status is not RequestStatus.FINISHED:
             self.waiting.remove(request)
+            self._may_admit = True
             request.status = RequestStatus.FINISHED
 
     def write_stats(self) -> None:
@@ -350,7 +378,8 @@ class Scheduler:
         self.kv.check_idle()
 
     def check_invariants(self) -> None:
-        assert set(self.kv.tables) == {request.request_id for request in self.running}
+        assert set(self.kv.tables) == {request.request_id for request in (*self.running, *self._held)}
+        assert self.ahead is not None or not self._held, "blocks are held for a step that does not run"
         assert not {id(r) for r in self.waiting} & {id(r) for r in self.running}
         for request in self.running:
             tables = self.kv.tables[request.request_id]
