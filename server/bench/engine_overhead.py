@@ -40,6 +40,7 @@ class StepParts:
     """Seconds of each part of the steps measured, and of the delivery of their outputs."""
 
     steps: list[dict[str, float]] = field(default_factory=list)
+    steps_ahead: list[dict[str, float]] = field(default_factory=list)
     deliveries: list[float] = field(default_factory=list)
 
 
@@ -103,30 +104,43 @@ def decoding_core(
 
 
 def measure_overhead(num_seqs: int, longest: int, num_steps: int, temperature: float = 0.0) -> StepParts:
-    """Times ``num_steps`` decode steps of so many sequences, whose contexts reach up to ``longest`` tokens."""
+    """Times ``num_steps`` decode steps of so many sequences, whose contexts reach up to ``longest`` tokens, and as many that are
+    launched ahead."""
+    parts = StepParts()
+    for async_scheduling in (True, False):
+        laps, core = _timed_core(spread_lengths(num_seqs, longest), temperature, async_scheduling=async_scheduling)
+        # As a server does (server/cli/serving.py): what was there before the first request is not looked through for garbage.
+        gc.collect()
+        gc.freeze()
+        events: Sequence[RequestEvent] = []
+        for _ in range(num_steps):
+            events = []  # as in a server, they are not freed by the thread that steps
+            laps.start()
+            events = core.step()
+            laps.lap("books")
+            (parts.steps_ahead if async_scheduling else parts.steps).append(laps.seconds)
+        if not async_scheduling:
+            parts.deliveries = asyncio.run(_deliveries(core, events, num_steps))
+        gc.unfreeze()
+    return parts
+
+
+def _timed_core(lengths: Sequence[int], temperature: float, *, async_scheduling: bool) -> tuple[_Laps, EngineCore]:
     from model.stub_device import stub_runner
 
     laps = _Laps()
     runner = stub_runner(BLOCK_SIZE, on_call=lambda: laps.lap("batch"))
-    core = decoding_core(runner, runner.spec, spread_lengths(num_seqs, longest), temperature)
+    core = decoding_core(runner, runner.spec, lengths, temperature, async_scheduling=async_scheduling)
     scheduler = core.scheduler
-    scheduler.schedule = laps.around(scheduler.schedule, "schedule", "schedule")  # type: ignore[method-assign]
-    scheduler.update = laps.around(scheduler.update, "books", "update")  # type: ignore[method-assign]
-    runner.run = laps.around(runner.run, "chunks", "sample")  # type: ignore[method-assign]
-    parts = StepParts()
-    # As a server does (server/cli/serving.py): what was there before the first request is not looked through for garbage.
-    gc.collect()
-    gc.freeze()
-    events: Sequence[RequestEvent] = []
-    for _ in range(num_steps):
-        events = []  # as in a server, they are not freed by the thread that steps
-        laps.start()
-        events = core.step()
-        laps.lap("books")
-        parts.steps.append(laps.seconds)
-    parts.deliveries = asyncio.run(_deliveries(core, events, num_steps))
-    gc.unfreeze()
-    return parts
+    if async_scheduling:
+        scheduler.schedule_ahead = laps.around(scheduler.schedule_ahead, "schedule", "schedule")  # type: ignore[method-assign]
+        runner.launch = laps.around(runner.launch, "chunks", "sample")  # type: ignore[method-assign]
+        scheduler.update = laps.around(scheduler.update, "sample", "update")  # type: ignore[method-assign]
+    else:
+        scheduler.schedule = laps.around(scheduler.schedule, "schedule", "schedule")  # type: ignore[method-assign]
+        runner.run = laps.around(runner.run, "chunks", "sample")  # type: ignore[method-assign]
+        scheduler.update = laps.around(scheduler.update, "books", "update")  # type: ignore[method-assign]
+    return laps, core
 
 
 async def _deliveries(core: EngineCore, events: Sequence[RequestEvent], count: int) -> list[float]:
@@ -163,6 +177,8 @@ def render(parts: StepParts, num_seqs: int, longest: int, temperature: float) ->
     rows.append(("step", [sum(step.values()) for step in parts.steps], "all of these"))
     waits = [sum(step.values()) - step["sample"] for step in parts.steps]
     rows.append(("waits", waits, "all but sample: before the device gets its next work"))
+    ahead = [sum(step.values()) for step in parts.steps_ahead]
+    rows.append(("ahead", ahead, "a step with --async-scheduling: the device waits only where its own takes less"))
     rows.append(("delivery", parts.deliveries, "in the event loop's thread, beside the next step"))
     lines = [f"{num_seqs} sequences, contexts up to {longest} tokens, {kind}; {len(parts.steps)} steps, ms"]
     lines.append(f"  {'':<10}{'median':>8}{'fastest tenth':>15}")

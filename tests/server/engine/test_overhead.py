@@ -63,8 +63,9 @@ def test_a_decode_step_costs_the_same_calls_at_every_context() -> None:
 
 def test_the_report_names_every_part_and_the_delivery() -> None:
     parts = measure_overhead(3, 40, 20, temperature=1.0)
-    assert len(parts.steps) == len(parts.deliveries) == 20
+    assert len(parts.steps) == len(parts.steps_ahead) == len(parts.deliveries) == 20
+    assert all(step["schedule"] > 0 < step["sample"] for step in parts.steps_ahead), "every step was launched ahead"
     report = render(parts, 3, 40, 1.0)
-    parts_named = ("schedule", "chunks", "batch", "sample", "update", "books", "step", "waits", "delivery")
+    parts_named = ("schedule", "chunks", "batch", "sample", "update", "books", "step", "waits", "ahead", "delivery")
     for name in (*parts_named, "3 sequences", "temperature 1"):
         assert name in report
