@@ -1,4 +1,4 @@
-"""The server with --async-scheduling, on a CPU, where nothing would turn it on: answers, usage and counts are those without it."""
+"""The server with --async-scheduling, on a CPU, where it is off by default: answers, usage and counts are those without it."""
 
 from collections.abc import Iterator
 from pathlib import Path
