@@ -124,6 +124,19 @@ def test_a_step_that_takes_the_tokens_of_the_last_one_is_launched_without_waitin
     assert len(after.batch.decodes) == (4 if subset else 5)
 
 
+def test_tables_are_kept_on_the_device_while_steps_are_launched_ahead() -> None:
+    runner = stub_runner()
+    core = decoding_core(runner, runner.spec, [33] * 5, async_scheduling=True)
+    kept = []
+    for _ in range(100):
+        core.step()
+        tables = core._decode_chunks.scratch["tables"]
+        if not any(tables is other for other in kept):
+            kept.append(tables)
+    assert len(kept) == 1
+    assert core._ahead is not None
+
+
 def test_tokens_go_on_as_they_were_drawn_and_those_that_are_none_do_no_harm() -> None:
     pending = PendingStep(None, drawn=torch.tensor([7, -1, 9]))
     assert pending.token_ids(None).tolist() == [7, 0, 9]

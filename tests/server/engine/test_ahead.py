@@ -165,6 +165,7 @@ def test_a_token_behind_the_end_is_neither_delivered_nor_counted_and_its_blocks_
     assert not engine.core.scheduler._held
     assert requests[1] not in engine.kv.tables
     assert (*prompt(6, 1), *tokens[:11]) in engine.runner.num_computed, "what was drawn last was run, for nothing"
+    assert engine.core.scheduler._group is not None, "the others are a group again"
     engine.run()
     assert engine.tokens(requests[1]) == tokens[:11]
     for i in (0, 2, 3):
@@ -231,6 +232,17 @@ def test_steps_are_launched_ahead_while_what_waits_cannot_be_admitted() -> None:
     engine.run()
     for i, request in enumerate(requests):
         assert engine.tokens(request) == expected_tokens(prompt(5 + i, i), 20)
+
+
+def test_what_waits_for_room_in_a_step_is_not_forgotten() -> None:
+    """After a lack of memory, steps grow by a token each: the ones that decode must not stay ahead of what waits for that."""
+    engine = ahead()
+    first_decode(engine)
+    engine.core.scheduler.max_step_tokens = 4
+    late = engine.add(prompt(8, 9), max_tokens=3)
+    for _ in range(12):
+        engine.step()
+    assert engine.tokens(late) == expected_tokens(prompt(8, 9), 3)
 
 
 def test_a_row_that_is_not_finite_ends_alone_and_its_block_is_not_published() -> None:
