@@ -11,9 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from model.sequence_chunk import NOT_FINITE, ChunkResult, SampledTokens, sampled
+from server.engine.ahead import batch_ahead
 from server.engine.decode_group import DecodeGroup
 from server.engine.kv_manager import KVCacheManager
 from server.engine.outputs import append_result
@@ -106,31 +105,11 @@ class Scheduler:
         return batch
 
     def schedule_ahead(self, batch: ScheduledBatch) -> ScheduledBatch | None:
-        """The step after ``batch``, all of whose tokens are plain draws that are not known yet; None where they must be.
-
-        It runs the tokens that ``batch`` draws. Those that are known to be the last of their requests are left out; what ends
-        with another one is found later, and what the step ahead draws for it is then dropped. Nothing is admitted or preempted.
-        """
+        """The step after ``batch``, all of whose tokens are plain draws that are not known yet; None where they must be. Nothing
+        is admitted or preempted."""
         if batch.prefills or (self.waiting and self._may_admit):
             return None
-        group = self._group
-        if group is not None and group.requests == batch.decodes and group.can_run_ahead(self.running):
-            ahead = ScheduledBatch(group.requests, num_tokens_before=group.num_tokens)
-            beginning = group.next_to_begin_block
-        else:
-            of_batch = [(index, r) for index, r in enumerate(batch.decodes) if r.status is RUNNING]
-            if len(of_batch) < len(self.running):
-                return None  # one was left out for want of room in the step
-            going_on = [(index, r) for index, r in of_batch if len(r.token_ids) + 1 < r.max_num_tokens]
-            if not going_on:
-                return None
-            ahead = ScheduledBatch([request for _, request in going_on])
-            ahead.num_tokens_before = np.array([len(request.token_ids) for request in ahead.decodes], dtype=np.int64)
-            if len(going_on) < len(batch.decodes):
-                ahead.of_batch_before = np.array([index for index, _ in going_on], dtype=np.int64)
-            beginning = ahead.decodes
-        wanting = [request for request in beginning if len(request.token_ids) >= request.num_slots]
-        return ahead if self.kv.allocate_one_each(wanting) else None
+        return batch_ahead(batch, self._group, self.running, self.kv)
 
     def _schedule_decodes(self, batch: ScheduledBatch) -> list[Request]:
         """Schedules every request with one uncomputed token; the others are returned. While the same ones decode from step to
