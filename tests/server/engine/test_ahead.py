@@ -1,6 +1,7 @@
 """Steps that are launched before the results of the one before them are read: requests get what they get without, token for
 token, whatever ends, fails, leaves or comes meanwhile; and no block is given away while a step that uses it is under way."""
 
+import argparse
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,9 +11,12 @@ import numpy as np
 import pytest
 
 from model.sequence_chunk import NOT_FINITE, DrawnTokens
+from server.engine.core import EngineCore
 from server.engine.kv_manager import KVCacheManager
+from server.engine.loaded import schedules_ahead
 from server.engine.request import Request, RequestFailedError
 from server.engine.scheduler import Scheduler
+from server.settings import add_arguments, load_settings
 from tests.server.engine.harness import Harness, LazyRunner, expected_tokens, next_token
 from tests.server.engine.test_scheduler import prompt
 
@@ -306,6 +310,28 @@ def test_a_pool_without_room_for_the_step_ahead_preempts_only_once_the_tokens_ar
         assert engine.tokens(request) == expected_tokens(prompt(6, i), 30)
 
 
+@pytest.mark.parametrize(
+    ("flags", "on_cpu", "on_cuda"),
+    [
+        ([], False, True),
+        (["--async-scheduling"], True, True),
+        (["--no-async-scheduling"], False, False),
+        (["--async-scheduling", "--tensor-parallel-size", "2"], False, False),
+    ],
+)
+def test_where_steps_are_launched_ahead(flags: list[str], on_cpu: bool, on_cuda: bool) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    settings = load_settings(vars(parser.parse_args(flags)), {})
+    assert (schedules_ahead(settings, "cpu"), schedules_ahead(settings, "cuda")) == (on_cpu, on_cuda)
+
+
+def test_a_runner_that_only_runs_whole_steps_is_refused() -> None:
+    engine = Harness()
+    with pytest.raises(AssertionError, match="computes nothing beside the host"):
+        EngineCore(engine.runner, engine.kv, engine.config, async_scheduling=True)
+
+
 # -- planted faults ------------------------------------------------------------------------------------------------------------
 
 
@@ -335,10 +361,19 @@ def add_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVCacheManager, "allocate_one_each", lambda self, requests: True)
 
 
-@pytest.mark.parametrize("plant", [free_at_once, take_tokens_by_their_place, add_no_block])
-def test_a_planted_fault_is_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("plant", "found"),
+    [
+        (free_at_once, "was freed before the step that uses it has run"),
+        (take_tokens_by_their_place, None),  # other tokens than expected
+        (add_no_block, "range"),  # of the table: the step ahead has no block to write to
+    ],
+)
+def test_a_planted_fault_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = random_plan(1)
     expected = carry_out(plan, Harness(num_global_blocks=400), steps_between=4)
     plant(monkeypatch)
-    with pytest.raises((AssertionError, KeyError, IndexError)):
+    with pytest.raises((AssertionError, KeyError, IndexError), match=found):
         assert carry_out(plan, ahead(num_global_blocks=400), steps_between=4) == expected
