@@ -53,6 +53,21 @@ class BlockTableRows:
             self.blocks[LOCAL, row, first:end] = local_blocks
         self._note(row, first, end)
 
+    def append_each(self, rows: list[int], indices: list[int], global_blocks: list[int], local_blocks: list[int]) -> None:
+        """``append`` of one block of each group to each of the rows."""
+        width = max(indices) + 1
+        if width > self.blocks.shape[2]:
+            self._grow(self.blocks.shape[1], max(width, 2 * self.blocks.shape[2]))
+        self.blocks[:, rows, indices] = (global_blocks, local_blocks)
+        self.changed_rows += rows
+        self.changed_indices += indices
+
+    def recycle_each(self, rows: list[int], indices: list[int]) -> None:
+        """``recycle`` of one entry of each of the rows."""
+        self.blocks[LOCAL, rows, indices] = NULL_BLOCK
+        self.changed_rows += rows
+        self.changed_indices += indices
+
     def recycle(self, row: int, first: int, end: int) -> None:
         """Local entries [first, end) have become the null block."""
         if end == first + 1:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from model.batch import ForwardBatch
+from model.batch import ForwardBatch, drawn_token_ids
 from model.decode_rows import DecodeLayout, DecodeRows
 from model.gemma3 import Gemma3
 from model.kv_cache import KVCache
@@ -198,6 +198,9 @@ class DecodeGraphs:
             self._send_updates(staging, layout, first)
         else:
             staging.send(self._input, with_updates=False)
+        if isinstance(chunks, DecodeChunks) and chunks.drawn is not None:
+            token_ids = drawn_token_ids(chunks.drawn, self._input.memory.device)
+            self._input.token_ids.index_copy_(0, self._input.order[: len(chunks)], token_ids)
         return self._replays[size]()[: len(chunks)]
 
     def _next_staging(self) -> _Staging:
@@ -249,7 +252,8 @@ def _fill(target: _StepInput, layout: DecodeLayout, size: int) -> None:
         columns, (layout.token_ids, layout.positions, layout.global_slots, layout.local_slots), strict=True
     ):
         column[count:size] = 0
-        column[rows] = torch.from_numpy(values)
+        if values is not None:
+            column[rows] = torch.from_numpy(values)
     target.context_lens[count:size] = 0
     target.context_lens[:count] = (target.positions[:count] + 1).int()
     target.order[:count] = rows

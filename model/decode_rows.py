@@ -14,6 +14,7 @@ import numpy.typing as npt
 from model.sequence_chunk import DecodeChunks, SequenceChunk
 
 IntArray = npt.NDArray[np.int64]
+Tables = tuple[Sequence[int], Sequence[int]]  # the global and the local one of a sequence
 
 
 @dataclass(slots=True)
@@ -21,7 +22,7 @@ class DecodeLayout:
     """One step of n sequences: their rows, what each row computes, and the entries of the tables that changed."""
 
     rows: IntArray  # row of each chunk: a permutation of range(n)
-    token_ids: IntArray  # of each chunk, as the following
+    token_ids: IntArray | None  # of each chunk, as the following; None: the device has them
     positions: IntArray
     global_slots: IntArray  # block id * B + position % B
     local_slots: IntArray
@@ -55,13 +56,14 @@ class DecodeRows:
     def lay_out(self, chunks: Sequence[SequenceChunk]) -> DecodeLayout:
         """Lay out a step of at most ``num_rows`` chunks with one token each."""
         if isinstance(chunks, DecodeChunks):
-            token_ids, positions = chunks.token_ids, chunks.starts
+            token_ids = chunks.token_ids if chunks.drawn is None else None
+            positions = chunks.starts
             if self._last is not chunks:  # else its sequences are those of the last step, and have their rows
-                self._last_rows = self._assign(chunks)
+                self._last_rows = self._assign(chunks.block_tables)
         else:
             token_ids = np.array([chunk.token_ids[0] for chunk in chunks], dtype=np.int64)
             positions = np.array([chunk.start for chunk in chunks], dtype=np.int64)
-            self._last_rows = self._assign(chunks)
+            self._last_rows = self._assign([(chunk.global_block_table, chunk.local_block_table) for chunk in chunks])
         self._last, rows = chunks, self._last_rows
         blocks, offsets = positions // self._block_size, positions % self._block_size
         if isinstance(chunks, DecodeChunks):
@@ -78,36 +80,35 @@ class DecodeRows:
             self._extend(layout, int(rows[index]), int(blocks[index]) + 1)
         return layout
 
-    def _assign(self, chunks: Sequence[SequenceChunk]) -> IntArray:
-        """Rows 0 to n - 1: those that have one of these keep it."""
-        chunks = list(chunks)
-        num_chunks = len(chunks)
-        rows = [self._row_of.get(id(chunk.global_block_table), num_chunks) for chunk in chunks]
+    def _assign(self, tables: Sequence[Tables]) -> IntArray:
+        """Rows 0 to n - 1 for sequences with these tables: those that have one of these keep it."""
+        count = len(tables)
+        rows = [self._row_of.get(id(global_table), count) for global_table, _ in tables]
         newcomers = []
-        taken = bytearray(num_chunks)
+        taken = bytearray(count)
         for index, row in enumerate(rows):
-            if row >= num_chunks or taken[row] or not self._holds(row, chunks[index]):
+            if row >= count or taken[row] or not self._holds(row, *tables[index]):
                 newcomers.append(index)
             else:
                 taken[row] = 1
         if newcomers:
-            free = (row for row in range(num_chunks) if not taken[row])
+            free = (row for row in range(count) if not taken[row])
             for index, row in zip(newcomers, free, strict=True):
                 rows[index] = row
-                self._move_in(row, chunks[index])
+                self._move_in(row, *tables[index])
         return np.array(rows, dtype=np.int64)
 
-    def _holds(self, index: int, chunk: SequenceChunk) -> bool:
+    def _holds(self, index: int, global_table: Sequence[int], local_table: Sequence[int]) -> bool:
         row = self._rows[index]
-        return row is not None and row.global_table is chunk.global_block_table and row.local_table is chunk.local_block_table
+        return row is not None and row.global_table is global_table and row.local_table is local_table
 
-    def _move_in(self, index: int, chunk: SequenceChunk) -> None:
+    def _move_in(self, index: int, global_table: Sequence[int], local_table: Sequence[int]) -> None:
         before = self._rows[index]
         if before is not None and self._row_of.get(id(before.global_table)) == index:
             del self._row_of[id(before.global_table)]
-        self._rows[index] = _Row(chunk.global_block_table, chunk.local_block_table)
+        self._rows[index] = _Row(global_table, local_table)
         self._num_blocks[index] = 0
-        self._row_of[id(chunk.global_block_table)] = index
+        self._row_of[id(global_table)] = index
 
     def _extend(self, layout: DecodeLayout, index: int, num_blocks: int) -> None:
         row, known = self._rows[index], int(self._num_blocks[index])

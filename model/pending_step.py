@@ -17,12 +17,20 @@ class PendingStep:
         """``results`` are None at the indices in ``plain``, whose tokens are ``drawn``. None: all are such, of DecodeChunks."""
         self._results = results
         self._plain = plain
-        self._drawn = drawn
+        self._drawn = self._on_device = drawn
         self._copied: torch.cuda.Event | None = None
         if drawn is not None and drawn.device.type == "cuda":
             self._drawn = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True).copy_(drawn, non_blocking=True)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
+
+    def token_ids(self, chunks: torch.Tensor | None) -> torch.Tensor:
+        """int64 [n] on the device, of these or of all of its chunks, for the next step; nobody waits for them. Where there is no
+        token, because logits were not finite, it is 0: one that can be computed."""
+        assert self._results is None, "not all of its chunks are plain"
+        assert self._on_device is not None
+        drawn = self._on_device if chunks is None else self._on_device.index_select(0, chunks)
+        return drawn.clamp(min=0)
 
     def results(self) -> Sequence[ChunkResult]:
         """One per chunk, in order. Waits for the device."""

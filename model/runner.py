@@ -5,7 +5,7 @@ text. Not thread-safe: one thread calls it.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
@@ -232,24 +232,25 @@ class ModelRunner:
         hidden: torch.Tensor,
         chunks: Sequence[SequenceChunk],
         positions: npt.NDArray[np.int64],
-        scratch: dict[str, Any],
+        scratch: dict[Hashable, Any],
     ) -> torch.Tensor:
         """Tokens of plain chunks from their last hidden states, int64 [len(chunks)], -1 where logits are not finite."""
         drawn = []
-        for first in range(0, len(chunks), self.max_logits_rows):
-            end = first + self.max_logits_rows
-            sampling, groups = f"sampling of {first}", f"draws of {first}"
-            if sampling not in scratch:
-                rows = chunks.sampling[first:end] if isinstance(chunks, DecodeChunks) else [c.sampling for c in chunks[first:end]]
-                scratch[sampling] = rows, all(row.greedy for row in rows)
-            rows, all_greedy = scratch[sampling]
-            token_ids = self.model.greedy(hidden[first:end]) if all_greedy else None
+        count, length = len(chunks), self.max_logits_rows
+        for first in range(0, count, length):
+            rows = slice(first, first + length)
+            states = hidden if count <= length else hidden[rows]
+            if ("sampling", first) not in scratch:
+                sampling = chunks.sampling if isinstance(chunks, DecodeChunks) else [chunk.sampling for chunk in chunks]
+                scratch["sampling", first] = sampling[rows], all(one.greedy for one in sampling[rows])
+            settings, all_greedy = scratch["sampling", first]
+            token_ids = self.model.greedy(states) if all_greedy else None
             if token_ids is None:
-                logits = self.model.logits(hidden[first:end])
+                logits = self.model.logits(states)
                 began = time.monotonic()
-                if groups not in scratch:
-                    scratch[groups] = draw_groups(rows, logits.shape[1], logits.device)
-                token_ids = self.sampler.draw_plain(logits, scratch[groups], positions[first:end])
+                if ("draws", first) not in scratch:
+                    scratch["draws", first] = draw_groups(settings, logits.shape[1], logits.device)
+                token_ids = self.sampler.draw_plain(logits, scratch["draws", first], positions[rows])
                 self.sample_seconds += time.monotonic() - began
             drawn.append(token_ids)
         return torch.cat(drawn) if len(drawn) > 1 else drawn[0]

@@ -49,7 +49,7 @@ class Sampler:
         if self.may_wait and bool(finite.all()):
             return self.draw(logits, groups, positions)
         odd = ~finite
-        logits.masked_fill_(odd[:, None], 0.0)  # so that it harms nobody's draw
+        logits.masked_fill_(odd.unsqueeze(1), 0.0)  # so that it harms nobody's draw
         return self.draw(logits, groups, positions).masked_fill(odd, -1)
 
     def sample(self, logits: torch.Tensor, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:

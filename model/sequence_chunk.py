@@ -1,8 +1,8 @@
 """What crosses the border between engine and model in one step: chunks of sequences in, sampled tokens out. No torch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload, runtime_checkable
 
 import numpy as np
 
@@ -58,10 +58,31 @@ class SequenceChunk:
         return self.samples and not asks and self.sampling.plain
 
 
+class LaunchedStep(Protocol):
+    """A step that was handed to a runner, which may not have computed it yet."""
+
+    def results(self) -> Sequence["ChunkResult"]:
+        """One per chunk, in order. Waits for the device, and is asked once."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DrawnTokens:
+    """Tokens that a step draws whose results nobody has asked for. Where it draws none, as of numbers that are not finite, any
+    token stands for it."""
+
+    step: LaunchedStep  # all of whose chunks are plain
+    chunks: "npt.NDArray[np.int64] | None"  # of these, in this order; None: of all
+
+
+NO_TOKENS: "npt.NDArray[np.int64]" = np.zeros(0, dtype=np.int64)
+
+
 class DecodeChunks(Sequence[SequenceChunk]):
     """One token of each of many sequences, which are the same from step to step, as arrays: a runner then has no loop over them.
 
-    As a sequence it makes the chunks themselves, for whoever wants these. The owner moves it on with ``move``.
+    As a sequence it makes the chunks themselves, for whoever wants these. The owner moves it on with ``move``, or with ``follow``
+    while the tokens are not known yet: then there are no chunks to be made.
     """
 
     def __init__(
@@ -70,6 +91,7 @@ class DecodeChunks(Sequence[SequenceChunk]):
         num_prompt_tokens: Sequence[int],
         tables: BlockTableRows,
         rows: Sequence[int],
+        block_tables: Sequence[tuple[Sequence[int], Sequence[int]]],
         *,
         plain: bool,
         make_chunk: Callable[[int], SequenceChunk],
@@ -78,9 +100,11 @@ class DecodeChunks(Sequence[SequenceChunk]):
         self.sampling = sampling
         self.tables = tables
         self.rows = np.array(rows, dtype=np.int64)
+        self.block_tables = block_tables  # the global and the local one of each, as of a chunk
         self.plain = plain  # each of them is
-        self.token_ids = self.starts = np.zeros(0, dtype=np.int64)  # [n], as of a chunk
-        self.scratch: dict[str, Any] = {}  # a runner's own plans, which hold as long as the sequences are the same
+        self.token_ids = self.starts = NO_TOKENS  # [n], as of a chunk
+        self.drawn: DrawnTokens | None = None  # instead of ``token_ids``
+        self.scratch: dict[Hashable, Any] = {}  # a runner's own plans, which hold as long as the sequences are the same
         self._num_prompt_tokens = np.array(num_prompt_tokens, dtype=np.int64)
         self._make_chunk = make_chunk
 
@@ -88,6 +112,13 @@ class DecodeChunks(Sequence[SequenceChunk]):
         """Both [n], and not to be written to afterwards."""
         self.token_ids = token_ids
         self.starts = starts
+        self.drawn = None
+
+    def follow(self, drawn: DrawnTokens, starts: "npt.NDArray[np.int64]") -> None:
+        """To tokens that a step draws which has been launched before."""
+        self.token_ids = NO_TOKENS
+        self.starts = starts
+        self.drawn = drawn
 
     @property
     def positions(self) -> "npt.NDArray[np.int64]":
@@ -104,11 +135,12 @@ class DecodeChunks(Sequence[SequenceChunk]):
     def __getitem__(self, index: slice) -> list[SequenceChunk]: ...
 
     def __getitem__(self, index: int | slice) -> SequenceChunk | list[SequenceChunk]:
+        assert self.drawn is None, "the tokens are not known yet"
         indices = range(len(self))[index]
         return self._make_chunk(indices) if isinstance(indices, int) else [self._make_chunk(i) for i in indices]
 
     def __iter__(self) -> Iterator[SequenceChunk]:
-        return map(self._make_chunk, range(len(self)))
+        return iter(self[:])
 
 
 @dataclass(slots=True)
@@ -166,4 +198,14 @@ class Runner(Protocol):
 
     def run(self, chunks: Sequence[SequenceChunk]) -> Sequence[ChunkResult]:
         """Run one step; one result per chunk, in order. Writes keys and values of every chunk's tokens to the cache."""
+        ...
+
+
+@runtime_checkable
+class AsyncRunner(Runner, Protocol):
+    """One whose device computes beside the host. Steps are computed in the order in which they are launched."""
+
+    def launch(self, chunks: Sequence[SequenceChunk]) -> LaunchedStep:
+        """``run`` without the wait: blocks that a later step writes to may be those that this one reads. Raises StepMemoryError,
+        ``results`` of what it returns does not."""
         ...

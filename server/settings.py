@@ -65,8 +65,8 @@ def _choices(default: str, allowed: tuple[str, ...], meaning: str, refused: Mapp
     return _setting(default, choice(allowed, refused), meaning, "{" + ",".join(allowed) + "}")
 
 
-def _switch(default: bool, meaning: str) -> Any:
-    return _setting(default, boolean, meaning, "")
+def _switch(default: bool | None, meaning: str, *, shown: str | None = None) -> Any:
+    return _setting(default, boolean, meaning, "", shown=shown)
 
 
 def _buckets(default: tuple[float, ...], meaning: str) -> Any:
@@ -170,6 +170,12 @@ class Settings:
         True,
         "Replay steps that only decode as CUDA graphs, captured at the start, for up to 256 sequences; not with "
         "--tensor-parallel-size (vLLM's --enforce-eager is --no-cuda-graphs here).",
+    )
+    async_scheduling: bool | None = _switch(
+        None,
+        "While all sequences just decode, hand the device the next step before the tokens of this one are read. Changes no "
+        "token; not with --tensor-parallel-size.",
+        shown="true on a CUDA device",
     )
     prefix_caching: bool = _switch(True, "Reuse the cache of earlier requests that began with the same tokens.")
     chat_template: Path | None = _setting(None, existing_file, "File with a Jinja chat template.", "FILE", shown="the model's")
@@ -287,7 +293,7 @@ class Setting:
         add: Callable[..., object] = parser.add_argument
         if self.name == "model":
             add(self.name, metavar=self.doc.metavar, nargs="?", default=argparse.SUPPRESS, help=text_of_help)
-        elif isinstance(self.default, bool):
+        elif self.doc.convert is boolean:
             add(self.flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text_of_help)
         elif isinstance(self.default, tuple):
             options = {"nargs": "+", "action": "extend", "default": argparse.SUPPRESS}

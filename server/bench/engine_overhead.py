@@ -1,8 +1,8 @@
 """What a decode step costs the host: the engine's own code, from the schedule to the outputs, over a device that takes no time.
 
 Every sequence decodes; the contexts are spread evenly up to the longest, so that in every step some of them begin a block,
-publish one and recycle one. Delivery is what the event loop's thread does afterwards, beside the next step: it wakes a reader for
-each sequence.
+publish one and recycle one. Delivery is what the event loop's thread does afterwards, beside the next step: it makes the outputs
+and wakes a reader for each sequence.
 """
 
 import asyncio
@@ -40,6 +40,7 @@ class StepParts:
     """Seconds of each part of the steps measured, and of the delivery of their outputs."""
 
     steps: list[dict[str, float]] = field(default_factory=list)
+    steps_ahead: list[dict[str, float]] = field(default_factory=list)
     deliveries: list[float] = field(default_factory=list)
 
 
@@ -77,12 +78,20 @@ def spread_lengths(num_seqs: int, longest: int) -> list[int]:
     return [max(1, longest * (index + 1) // num_seqs - rng.randrange(BLOCK_SIZE)) for index in range(num_seqs)]
 
 
-def decoding_core(runner: Runner, spec: KVCacheSpec, lengths: Sequence[int], temperature: float = 0.0) -> EngineCore:
+def decoding_core(
+    runner: Runner,
+    spec: KVCacheSpec,
+    lengths: Sequence[int],
+    temperature: float = 0.0,
+    *,
+    async_scheduling: bool = False,
+) -> EngineCore:
     """An engine whose sequences, with prompts of these lengths, have all begun to decode."""
     num_global = 2 + sum(length // spec.block_size + 100 for length in lengths)
     num_local = 2 * spec.local_pool_blocks(len(lengths), MAX_BATCHED_TOKENS)
     kv = KVCacheManager(spec, num_global, num_local, prefix_caching=True)
-    core = EngineCore(runner, kv, SchedulerConfig(len(lengths), MAX_BATCHED_TOKENS, kv.capacity_tokens))
+    config = SchedulerConfig(len(lengths), MAX_BATCHED_TOKENS, kv.capacity_tokens)
+    core = EngineCore(runner, kv, config, async_scheduling=async_scheduling)
     rng = random.Random(0)
     for index, length in enumerate(lengths):
         sampling = SamplingParams(
@@ -95,33 +104,46 @@ def decoding_core(runner: Runner, spec: KVCacheSpec, lengths: Sequence[int], tem
 
 
 def measure_overhead(num_seqs: int, longest: int, num_steps: int, temperature: float = 0.0) -> StepParts:
-    """Times ``num_steps`` decode steps of so many sequences, whose contexts reach up to ``longest`` tokens."""
+    """Times ``num_steps`` decode steps of so many sequences, whose contexts reach up to ``longest`` tokens, and as many that are
+    launched ahead."""
+    parts = StepParts()
+    for async_scheduling in (True, False):
+        laps, core = _timed_core(spread_lengths(num_seqs, longest), temperature, async_scheduling=async_scheduling)
+        # As a server does (server/cli/serving.py): what was there before the first request is not looked through for garbage.
+        gc.collect()
+        gc.freeze()
+        events: Sequence[RequestEvent] = []
+        for _ in range(num_steps):
+            events = []  # as in a server, they are not freed by the thread that steps
+            laps.start()
+            events = core.step()
+            laps.lap("books")
+            (parts.steps_ahead if async_scheduling else parts.steps).append(laps.seconds)
+        if not async_scheduling:
+            parts.deliveries = asyncio.run(_deliveries(core, events, num_steps))
+        gc.unfreeze()
+    return parts
+
+
+def _timed_core(lengths: Sequence[int], temperature: float, *, async_scheduling: bool) -> tuple[_Laps, EngineCore]:
     from model.stub_device import stub_runner
 
     laps = _Laps()
     runner = stub_runner(BLOCK_SIZE, on_call=lambda: laps.lap("batch"))
-    core = decoding_core(runner, runner.spec, spread_lengths(num_seqs, longest), temperature)
+    core = decoding_core(runner, runner.spec, lengths, temperature, async_scheduling=async_scheduling)
     scheduler = core.scheduler
-    scheduler.schedule = laps.around(scheduler.schedule, "schedule", "schedule")  # type: ignore[method-assign]
-    scheduler.update = laps.around(scheduler.update, "books", "update")  # type: ignore[method-assign]
-    runner.run = laps.around(runner.run, "chunks", "sample")  # type: ignore[method-assign]
-    parts = StepParts()
-    # As a server does (server/cli/serving.py): what was there before the first request is not looked through for garbage.
-    gc.collect()
-    gc.freeze()
-    events: list[RequestEvent] = []
-    for _ in range(num_steps):
-        events = []  # as in a server, they are not freed by the thread that steps
-        laps.start()
-        events = core.step()
-        laps.lap("books")
-        parts.steps.append(laps.seconds)
-    parts.deliveries = asyncio.run(_deliveries(core, events, num_steps))
-    gc.unfreeze()
-    return parts
+    if async_scheduling:
+        scheduler.schedule_ahead = laps.around(scheduler.schedule_ahead, "schedule", "schedule")  # type: ignore[method-assign]
+        runner.launch = laps.around(runner.launch, "chunks", "sample")  # type: ignore[method-assign]
+        scheduler.update = laps.around(scheduler.update, "sample", "update")  # type: ignore[method-assign]
+    else:
+        scheduler.schedule = laps.around(scheduler.schedule, "schedule", "schedule")  # type: ignore[method-assign]
+        runner.run = laps.around(runner.run, "chunks", "sample")  # type: ignore[method-assign]
+        scheduler.update = laps.around(scheduler.update, "books", "update")  # type: ignore[method-assign]
+    return laps, core
 
 
-async def _deliveries(core: EngineCore, events: list[RequestEvent], count: int) -> list[float]:
+async def _deliveries(core: EngineCore, events: Sequence[RequestEvent], count: int) -> list[float]:
     """Seconds from the hand-over of a step's outputs until every reader has its own and waits for the next."""
     engine = AsyncEngine(core, EngineLimits(1, 1, 1))
     taken = 0
@@ -153,6 +175,10 @@ def render(parts: StepParts, num_seqs: int, longest: int, temperature: float) ->
     kind = "greedy" if temperature == 0 else f"temperature {temperature:g}, top_p 0.95"
     rows = [(part, [step[part] for step in parts.steps], meaning) for part, meaning in PARTS.items()]
     rows.append(("step", [sum(step.values()) for step in parts.steps], "all of these"))
+    waits = [sum(step.values()) - step["sample"] for step in parts.steps]
+    rows.append(("waits", waits, "all but sample: before the device gets its next work"))
+    ahead = [sum(step.values()) for step in parts.steps_ahead]
+    rows.append(("ahead", ahead, "a step with --async-scheduling: the device waits only where its own takes less"))
     rows.append(("delivery", parts.deliveries, "in the event loop's thread, beside the next step"))
     lines = [f"{num_seqs} sequences, contexts up to {longest} tokens, {kind}; {len(parts.steps)} steps, ms"]
     lines.append(f"  {'':<10}{'median':>8}{'fastest tenth':>15}")

@@ -31,6 +31,7 @@ LOCAL_SETTINGS = (
     "kv_cache_memory",
     "gpu_memory_utilization",
     "cuda_graphs",
+    "async_scheduling",
     "prefix_caching",
     "chat_template",
     "strict_params",

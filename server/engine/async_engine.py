@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVarTuple, Unpack
 
@@ -214,7 +214,7 @@ class AsyncEngine:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
             self._loop.call_soon_threadsafe(callback, *args)
 
-    def _deliver(self, events: list[RequestEvent]) -> None:
+    def _deliver(self, events: Sequence[RequestEvent]) -> None:
         for request, event in events:
             outputs = self._streams.get(request.request_id)
             if outputs is not None:  # else its client has left and the abort is on its way

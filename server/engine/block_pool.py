@@ -4,10 +4,11 @@ Every block but the null block (id 0) is in exactly one state: used (reference c
 addressable by hash) or blank (free, no hash). Blank blocks are reused first, then cached ones, least recently used first.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from model.block_tables import NULL_BLOCK
+from server.engine.stats import PoolStats
 
 
 class BlockPool:
@@ -21,7 +22,7 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._blank = list(range(num_blocks - 1, 0, -1))  # a stack; low ids first
-        self._cached: dict[int, None] = {}  # insertion order is recency
+        self._cached: OrderedDict[int, None] = OrderedDict()  # insertion order is recency; a dict finds its first entry slowly
         self._by_hash: dict[bytes, int] = {}
 
     @property
@@ -47,18 +48,20 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` free blocks, reference count 1 each. The caller has checked ``num_free``."""
         blank = self._blank
-        if count == 1 and blank:  # as in most steps of a sequence that decodes
-            block = blank.pop()
-            self._ref_counts[block] = 1
-            return [block]
+        if count <= len(blank):
+            taken = blank[len(blank) - count :]
+            taken.reverse()
+            del blank[len(blank) - count :]
+            for block in taken:
+                self._ref_counts[block] = 1
+            return taken
         assert count <= self.num_free, f"{self.name} pool: {count} blocks asked for, {self.num_free} free"
         blocks = []
         for _ in range(count):
             if blank:
                 block = blank.pop()
             else:
-                block = next(iter(self._cached))
-                del self._cached[block]
+                block, _ = self._cached.popitem(last=False)
                 self._forget_hash(block)
                 self.num_evicted += 1
             self._ref_counts[block] = 1
@@ -85,13 +88,21 @@ class BlockPool:
                 else:
                     self._cached[block] = None
 
-    def publish(self, block: int, content_hash: bytes) -> None:
-        """Make a computed, used block findable. A second block of the same content stays private."""
-        assert self._ref_counts[block] > 0, f"{self.name} pool: block {block} is published while nobody holds it"
-        assert self._hashes[block] is None, f"{self.name} pool: block {block} is published twice"
-        if content_hash not in self._by_hash:
-            self._by_hash[content_hash] = block
-            self._hashes[block] = content_hash
+    def publish(self, blocks: Sequence[int], content_hashes: Sequence[bytes]) -> None:
+        """Make computed, used blocks findable. A second block of the same content stays private."""
+        ref_counts, hashes, by_hash = self._ref_counts, self._hashes, self._by_hash
+        for block, content_hash in zip(blocks, content_hashes, strict=True):
+            assert ref_counts[block] > 0, f"{self.name} pool: block {block} is published while nobody holds it"
+            assert hashes[block] is None, f"{self.name} pool: block {block} is published twice"
+            if by_hash.setdefault(content_hash, block) == block:
+                hashes[block] = content_hash
+
+    def write_stats(self, stats: PoolStats, block_size: int) -> None:
+        """Refresh the pool's numbers of now."""
+        stats.cached, stats.free = len(self._cached), len(self._blank)
+        stats.used = self.num_blocks - 1 - stats.cached - stats.free
+        stats.evicted_total = self.num_evicted
+        stats.capacity_tokens = self.num_usable * block_size
 
     def find(self, content_hash: bytes) -> int | None:
         return self._by_hash.get(content_hash)

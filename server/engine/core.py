@@ -1,18 +1,29 @@
 """The synchronous body of the engine: one ``step()`` schedules, runs the model and takes the results. No threads, no asyncio.
 
-The only place that hands work to a model runner. Everything it owns may be touched by one thread only.
+With ``async_scheduling``, the device is given the next step before the results of the one that it computes are read, wherever
+that changes nothing but the time: while every sequence just decodes. Never more than that one is ahead. The only place that hands
+work to a model runner. Everything it owns may be touched by one thread only.
 """
 
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
-from model.sequence_chunk import ChunkResult, DecodeChunks, Runner, SequenceChunk, StepMemoryError
+from model.sequence_chunk import (
+    AsyncRunner,
+    DecodeChunks,
+    DrawnTokens,
+    LaunchedStep,
+    Runner,
+    SequenceChunk,
+    StepMemoryError,
+)
 from server.engine.kv_manager import KVCacheManager
-from server.engine.memory import run_within_memory
+from server.engine.memory import KnownResults, run_in_parts, run_within_memory
 from server.engine.request import GenerationSpec, OutputTokens, Request, RequestTimings
 from server.engine.scheduled_batch import ScheduledBatch
 from server.engine.scheduler import RequestEvent, Scheduler, SchedulerConfig
@@ -23,6 +34,19 @@ logger = logging.getLogger("gemserve.engine")
 # A step that also prefills may take this many times a decode-only step: running streams then pause less than five times their
 # usual gap, with room for the noise of the measurement.
 MIXED_STEP_RATIO = 3.5
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step whose results have not been taken."""
+
+    batch: ScheduledBatch
+    step: LaunchedStep
+    started: float
+    draws_only: bool  # a token for each of its sequences, which the device has and the next step can follow
 
 
 @dataclass(slots=True)
@@ -56,9 +80,16 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         debug_invariants: bool = False,
         sample_seconds: Callable[[], float] = lambda: 0.0,
+        async_scheduling: bool = False,
     ) -> None:
-        """``sample_seconds``: the time that the runner has spent on sampling so far."""
+        """``sample_seconds``: the time that the runner has spent on sampling so far. ``async_scheduling``: where the next step
+        does not depend on what this one draws but for its tokens, it is launched before this one's results are read; the runner
+        is an AsyncRunner then."""
         self._runner = runner
+        assert not async_scheduling or isinstance(runner, AsyncRunner), "this runner computes nothing beside the host"
+        self._async_runner = runner if async_scheduling and isinstance(runner, AsyncRunner) else None
+        self._ahead: _Launched | None = None
+        self._finished = self._runner_seconds = 0.0  # when the last step's results were taken; what this call has spent there
         self._sample_seconds = sample_seconds
         self._clock = clock
         self._debug_invariants = debug_invariants
@@ -77,7 +108,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self._ahead is not None or self.scheduler.has_work
 
     def add(self, spec: GenerationSpec, arrival: float | None = None) -> None:
         """Queue a request. ``arrival`` is a time of this core's clock."""
@@ -93,39 +124,52 @@ class EngineCore:
             self.scheduler.abort(request)
         self._after_change()
 
-    def step(self) -> list[RequestEvent]:
-        """Run one step. An exception from the runner leaves the core unusable: the caller ends the engine."""
+    def step(self) -> Sequence[RequestEvent]:
+        """Take the results of a step: of the one that the last call launched ahead, or else of one that is launched now. An
+        exception from the runner leaves the core unusable: the caller ends the engine."""
         started = self._clock()
+        self._runner_seconds, sampled = 0.0, self._sample_seconds()
         expired = self.scheduler.expire()
-        batch = self.scheduler.schedule()
-        if not batch.num_sequences:
+        launched = self._ahead or self._launch(self.scheduler.schedule(), started)
+        if launched is None:
             self.last_step = None
             self._forget_finished(expired)
             self._after_change()
             return expired
-        chunks = self._chunks(batch)
-        kind, num_tokens, num_prefill_tokens = batch.kind, batch.num_tokens, batch.num_prefill_tokens
-        self.scheduler.write_stats()  # a scrape during a long step shows what it runs
-        self.stats.last_step_timestamp = time.time()
-        sampled = self._sample_seconds()
-        before_run = self._clock()
-        results = self._run(chunks, num_tokens)
-        self._kv.rows.next_step()
-        after_run = self._clock()
+        self._ahead = self._launch_ahead(launched)
+        self.scheduler.ahead = None if self._ahead is None else self._ahead.batch
+        results = self._timed(launched.step.results)
         num_running = self.scheduler.num_running
-        events = expired + self.scheduler.update(batch, results)
+        batch = launched.batch
+        events = self.scheduler.update(batch, results)
+        if expired:
+            events = [*expired, *events]
         if expired or self.scheduler.num_running < num_running:
             self._forget_finished(events)
         finished = self._clock()
-        host = before_run - started + finished - after_run
+        duration = finished - max(launched.started, self._finished)  # a step ahead has the device once the one before it ends
+        host = finished - started - self._runner_seconds
         sampling = self._sample_seconds() - sampled
-        self.last_step = StepStats(kind, finished - started, host, num_tokens, len(chunks), num_prefill_tokens, sampling)
+        sizes = batch.num_tokens, batch.num_sequences, batch.num_prefill_tokens
+        self.last_step, self._finished = StepStats(batch.kind, duration, host, *sizes, sampling), finished
         self._count(self.last_step)
         self._after_change()
         return events
 
-    def _run(self, chunks: Sequence[SequenceChunk], num_tokens: int) -> Sequence[ChunkResult]:
+    def _timed(self, call: Callable[[], T]) -> T:
+        """A call into the runner: its time is not the host's own."""
+        began = self._clock()
+        value = call()
+        self._runner_seconds += self._clock() - began
+        return value
+
+    def _launch(self, batch: ScheduledBatch, started: float) -> "_Launched | None":
         """Out of memory, a step runs in parts, and later ones prefill less: half as much, then one token more in each step."""
+        if not batch.num_sequences:
+            return None
+        chunks, num_tokens = self._chunks(batch), batch.num_tokens
+        self.scheduler.write_stats()  # a scrape during a long step shows what it runs
+        self.stats.last_step_timestamp = time.time()
         faults = self.stats.memory_faults_total
 
         def count(error: StepMemoryError) -> None:
@@ -133,22 +177,51 @@ class EngineCore:
                 logger.error("a step of %d tokens ran out of memory and is run in parts: %s", num_tokens, error)
             self.stats.memory_faults_total += 1
 
-        results = run_within_memory(self._runner, chunks, count)
-        limit = self.scheduler.max_step_tokens + 1 if self.stats.memory_faults_total == faults else num_tokens // 2
-        self.scheduler.max_step_tokens = min(max(limit, self._kv.block_size), self.scheduler.config.max_num_batched_tokens)
-        return results
+        step = self._timed(lambda: self._hand_over(chunks, count))
+        self._kv.rows.next_step()
+        self._allow_tokens(self.scheduler.max_step_tokens + 1 if self.stats.memory_faults_total == faults else num_tokens // 2)
+        draws = isinstance(chunks, DecodeChunks) and chunks.plain and not isinstance(step, KnownResults)
+        return _Launched(batch, step, started, draws_only=draws)
 
-    def _forget_finished(self, events: list[RequestEvent]) -> None:
+    def _hand_over(self, chunks: Sequence[SequenceChunk], on_fault: Callable[[StepMemoryError], None]) -> LaunchedStep:
+        if self._async_runner is None:
+            return KnownResults(run_within_memory(self._runner, chunks, on_fault))
+        try:
+            return self._async_runner.launch(chunks)
+        except StepMemoryError as error:
+            on_fault(error)
+        return KnownResults(run_in_parts(self._runner, chunks, on_fault))
+
+    def _allow_tokens(self, limit: int) -> None:
+        self.scheduler.max_step_tokens = min(max(limit, self._kv.block_size), self.scheduler.config.max_num_batched_tokens)
+
+    def _launch_ahead(self, launched: "_Launched") -> "_Launched | None":
+        """The step after one whose tokens are not known yet, where it needs nothing else of that one's results."""
+        if self._async_runner is None or not launched.draws_only:
+            return None
+        batch = self.scheduler.schedule_ahead(launched.batch)
+        if batch is None:
+            return None
+        assert batch.num_tokens_before is not None
+        chunks = self._chunks_of_decodes(batch.decodes)
+        chunks.follow(DrawnTokens(launched.step, batch.of_batch_before), batch.num_tokens_before)
+        launch, started = self._async_runner.launch, self._clock()
+        try:
+            step = self._timed(lambda: launch(chunks))
+        except StepMemoryError:
+            return None  # once the tokens are known, the same step is run in parts
+        self._kv.rows.next_step()
+        self._allow_tokens(self.scheduler.max_step_tokens + 1)
+        return _Launched(batch, step, started, draws_only=True)
+
+    def _forget_finished(self, events: Sequence[RequestEvent]) -> None:
         for request, _ in events:
             if request.timings.finished is not None:
                 del self._requests[request.request_id]
 
     def _chunks(self, batch: ScheduledBatch) -> Sequence[SequenceChunk]:
-        requests = batch.decodes
-        if self._num_admissions != self._kv.num_admissions or requests != self._decoding:
-            self._num_admissions = self._kv.num_admissions
-            self._decoding, self._decode_chunks = requests, self._new_decode_chunks(requests)
-        decodes, group = self._decode_chunks, batch.group
+        requests, group = batch.decodes, batch.group
+        decodes = self._chunks_of_decodes(requests)
         if group is not None:
             decodes.move(group.last_token_ids, group.num_tokens - 1)
         else:
@@ -158,12 +231,21 @@ class EngineCore:
             return decodes
         return [*decodes, *(self._sequence_chunk(chunk.request, chunk.num_tokens, chunk.samples) for chunk in batch.prefills)]
 
+    def _chunks_of_decodes(self, requests: list[Request]) -> DecodeChunks:
+        """Those of the last step while the requests are the same, not moved on yet."""
+        if self._num_admissions != self._kv.num_admissions or requests != self._decoding:
+            self._num_admissions = self._kv.num_admissions
+            self._decoding, self._decode_chunks = requests, self._new_decode_chunks(requests)
+        return self._decode_chunks
+
     def _new_decode_chunks(self, requests: list[Request]) -> DecodeChunks:
+        tables = [self._kv.tables[request.request_id] for request in requests]
         return DecodeChunks(
             [request.sampling for request in requests],
             [request.num_prompt_tokens for request in requests],
             self._kv.rows,
-            [self._kv.tables[request.request_id].row for request in requests],
+            [of_one.row for of_one in tables],
+            [(of_one.global_blocks, of_one.local_blocks) for of_one in tables],
             plain=all(request.sampling.plain and request.grammar is None for request in requests),
             make_chunk=lambda index: self._sequence_chunk(requests[index], 1, samples=True),
         )

@@ -101,6 +101,14 @@ def captures_graphs(settings: Settings) -> bool:
     return settings.cuda_graphs and settings.tensor_parallel_size == 1
 
 
+def schedules_ahead(settings: Settings, device_type: str) -> bool:
+    """Whether the next step is launched before the results of the last one are read. Ranks that share a model take a step at a
+    time; a CPU would only deliver later."""
+    if settings.tensor_parallel_size > 1:
+        return False
+    return device_type == "cuda" if settings.async_scheduling is None else settings.async_scheduling
+
+
 def cache_budget(settings: Settings, runner: "ModelRunner") -> tuple[int, str]:
     """Bytes for the cache, and the setting that they come from: as was said, else what a CUDA device has left, else a share of
     the host's memory. To be called before there is a cache."""
@@ -237,7 +245,12 @@ def _load_engine(
     kv = KVCacheManager(runner.spec, plan.num_global_blocks, plan.num_local_blocks, prefix_caching=settings.prefix_caching)
     scheduler_config = SchedulerConfig(settings.max_num_seqs, settings.max_num_batched_tokens, max_model_len)
     core = EngineCore(
-        runner, kv, scheduler_config, debug_invariants=settings.debug_invariants, sample_seconds=lambda: runner.sample_seconds
+        runner,
+        kv,
+        scheduler_config,
+        debug_invariants=settings.debug_invariants,
+        sample_seconds=lambda: runner.sample_seconds,
+        async_scheduling=schedules_ahead(settings, runner.ops.device.type),
     )
     engine = AsyncEngine(core, EngineLimits(max_model_len, settings.max_num_seqs, plan.capacity_tokens))
     names = list(settings.served_model_name) or [name]

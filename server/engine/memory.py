@@ -14,14 +14,21 @@ NO_MEMORY = "The server ran out of memory while it computed this request."
 def run_within_memory(
     runner: Runner, chunks: Sequence[SequenceChunk], on_fault: Callable[[StepMemoryError], None]
 ) -> Sequence[ChunkResult]:
-    """One result per chunk, in order; the same as of ``runner.run``. ``on_fault`` is told each time that memory ran out.
-
-    Parts may run one after the other because a chunk reads no blocks but those of its own sequence, earlier ones first.
-    """
+    """One result per chunk, in order; the same as of ``runner.run``. ``on_fault`` is told each time that memory ran out."""
     try:
         return runner.run(chunks)
     except StepMemoryError as error:
         on_fault(error)
+    return run_in_parts(runner, chunks, on_fault)
+
+
+def run_in_parts(
+    runner: Runner, chunks: Sequence[SequenceChunk], on_fault: Callable[[StepMemoryError], None]
+) -> Sequence[ChunkResult]:
+    """The same for chunks that are known not to fit together.
+
+    Parts may run one after the other because a chunk reads no blocks but those of its own sequence, earlier ones first.
+    """
     if len(chunks) > 1:
         half = len(chunks) // 2
         return [
@@ -47,3 +54,13 @@ def _halves(chunk: SequenceChunk) -> tuple[SequenceChunk, SequenceChunk]:
         chunk, token_ids=chunk.token_ids[half:], start=chunk.start + half, prompt_targets=chunk.prompt_targets[half:]
     )
     return first, second
+
+
+class KnownResults:
+    """A LaunchedStep that has been waited for."""
+
+    def __init__(self, results: Sequence[ChunkResult]) -> None:
+        self._results = results
+
+    def results(self) -> Sequence[ChunkResult]:
+        return self._results

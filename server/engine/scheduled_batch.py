@@ -1,10 +1,15 @@
 """What one step runs, as the scheduler has chosen it. Imports no torch."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from server.engine.decode_group import DecodeGroup
 from server.engine.request import Request
 from server.engine.stats import StepKind
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass(slots=True)
@@ -29,6 +34,10 @@ class ScheduledBatch:
     prefills: list[ScheduledChunk] = field(default_factory=list)
     num_preempted: int = 0
     group: DecodeGroup | None = None  # of ``decodes``, where they are the same as in the step before
+    # Of a step that is launched before the results of the one before it: tokens of each of ``decodes`` without the one that is
+    # drawn there, and its place in that step; None: all of them, in the same order.
+    num_tokens_before: "npt.NDArray[np.int64] | None" = None
+    of_batch_before: "npt.NDArray[np.int64] | None" = None
 
     @property
     def num_sequences(self) -> int:

@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from model.sequence_chunk import NOT_FINITE, ChunkResult, SampledTokens, sampled
+from server.engine.ahead import batch_ahead
 from server.engine.decode_group import DecodeGroup
 from server.engine.kv_manager import KVCacheManager
-from server.engine.request import FinishReason, Request, RequestExpiredError, RequestFailedError, RequestStatus, TokenOutput
+from server.engine.outputs import append_result
+from server.engine.request import Request, RequestExpiredError, RequestFailedError, RequestStatus, TokenOutput
 from server.engine.scheduled_batch import ScheduledBatch, ScheduledChunk
 from server.engine.stats import EngineStats
 
@@ -53,6 +55,10 @@ class Scheduler:
         self.waiting: deque[Request] = deque()  # by priority; within one, the preempted, then the new in order of arrival
         self.running: list[Request] = []  # in order of admission
         self._group: DecodeGroup | None = None  # the last step, if all of it just got a token; void once one has gone
+        # The step that runs already while the results of the one before it are taken; these then come next.
+        self.ahead: ScheduledBatch | None = None
+        self._held: list[Request] = []  # have ended, and their blocks are in use until the results of the step ahead are there
+        self._may_admit = True  # False: nothing that waits can be admitted until a request comes or goes
         self.stats = EngineStats()
         # Prefill tokens in a step that also decodes; the step loop lowers it so that prefills don't stall running streams.
         self.mixed_prefill_tokens = config.max_num_batched_tokens
@@ -64,6 +70,7 @@ class Scheduler:
         assert request.num_tokens <= self.config.max_model_len, "the caller checks that a request can ever fit"
         request.max_num_tokens = min(request.num_prompt_tokens + request.sampling.max_tokens, self.config.max_model_len)
         self.waiting.insert(bisect_right(self.waiting, request.spec.priority, key=_priority), request)
+        self._may_admit = True
 
     @property
     def num_running(self) -> int:
@@ -85,6 +92,7 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """Choose the next step's chunks and allocate their blocks."""
         batch = ScheduledBatch()
+        self._may_admit = True
         prefills = self._schedule_decodes(batch)
         budget = self.max_step_tokens - batch.num_tokens
         if batch.num_sequences:
@@ -96,6 +104,13 @@ class Scheduler:
         assert batch.num_sequences or not self.running, "running requests must move in every step"
         return batch
 
+    def schedule_ahead(self, batch: ScheduledBatch) -> ScheduledBatch | None:
+        """The step after ``batch``, all of whose tokens are plain draws that are not known yet; None where they must be. Nothing
+        is admitted or preempted."""
+        if batch.prefills or (self.waiting and self._may_admit):
+            return None
+        return batch_ahead(batch, self._group, self.running, self.kv)
+
     def _schedule_decodes(self, batch: ScheduledBatch) -> list[Request]:
         """Schedules every request with one uncomputed token; the others are returned. While the same ones decode from step to
         step, nothing is done but for those that begin a block."""
@@ -104,9 +119,7 @@ class Scheduler:
         if group is not None and len(group.requests) == len(self.running):
             decodes += group.requests
             batch.group = group
-            for request in group.begins_block:
-                if request.status is RUNNING and request.num_tokens > request.num_slots:
-                    self._allocate_or_preempt(request, 1, batch)
+            self._begin_blocks(group, batch)
             return []
         others: list[Request] = []
         limit = self.config.max_num_batched_tokens
@@ -122,6 +135,13 @@ class Scheduler:
                 else:
                     prefills.append(ScheduledChunk(request, 1))
         return others
+
+    def _begin_blocks(self, group: DecodeGroup, batch: ScheduledBatch) -> None:
+        wanting = [request for request in group.begins_block if len(request.token_ids) > request.num_slots]
+        if wanting and not self.kv.allocate_one_each(wanting):
+            for request in wanting:
+                if request.status is RUNNING:  # else it was preempted for one before it
+                    self._allocate_or_preempt(request, 1, batch)
 
     def _schedule_prefills(self, batch: ScheduledBatch, prefills: list[Request], budget: int) -> int:
         used = 0
@@ -165,20 +185,26 @@ class Scheduler:
         self.stats.preemptions_total += 1
 
     def _schedule_waiting(self, batch: ScheduledBatch, budget: int) -> int:
-        used = 0
+        used, num_pending = 0, 0
         for request in list(self.waiting):
-            if used >= budget or len(self.running) >= self.config.max_num_seqs:
+            if len(self.running) >= self.config.max_num_seqs:
+                self._may_admit = False
+                break
+            if used >= budget:
                 break
             if self.kv.still_waits(request):
+                num_pending += 1
                 continue
             hit = self.kv.find_hit(request)
             if hit.pending:
+                num_pending += 1
                 continue  # a running request computes the next block of this very prefix: wait for it, compute it once
             request.num_computed_tokens = hit.num_tokens
             chunk = self._chunk(request, budget - used, others=request is not self.waiting[-1])
             target = hit.num_tokens + chunk if self.config.over_admission else request.num_tokens
             if not self._fits(self.kv.num_blocks_to_admit(hit, target)):
                 request.num_computed_tokens = 0
+                self._may_admit = num_pending > 0
                 break
             self.waiting.remove(request)
             self.running.append(request)
@@ -221,10 +247,13 @@ class Scheduler:
                 chunk.num_tokens += more
                 budget -= more
 
-    def update(self, batch: ScheduledBatch, results: Sequence[ChunkResult]) -> list[RequestEvent]:
+    def update(self, batch: ScheduledBatch, results: Sequence[ChunkResult]) -> Sequence[RequestEvent]:
         """Take a step's results, first the decodes': advance, publish and recycle, append sampled tokens, finish what is done."""
-        events: list[RequestEvent] = []
-        self._update_decodes(batch, results, events)
+        self._release_held()
+        of_decodes = self._update_decodes(batch, results)
+        if not batch.prefills:
+            return of_decodes
+        events = list(of_decodes)
         for chunk, result in zip(batch.prefills, results[len(batch.decodes) :], strict=True):
             request = chunk.request
             if request.status is not RUNNING:
@@ -242,86 +271,66 @@ class Scheduler:
             # Positions recomputed after a preemption yield log-probabilities that are already there.
             request.prompt_logprobs.extend(result.prompt_logprobs[max(0, len(request.prompt_logprobs) - position) :])
             if samples or request.num_uncomputed_tokens == 0:
-                events.append((request, self._append(request, result)))
+                events.append(self._append(request, result))
         return events
 
-    def _update_decodes(self, batch: ScheduledBatch, results: Sequence[ChunkResult], events: list[RequestEvent]) -> None:
-        if isinstance(results, SampledTokens) and len(batch.decodes) == len(self.running):
-            self._update_group(batch.decodes, results.token_ids, events)
-            return
-        self._group = None
-        for request, result in zip(batch.decodes, results, strict=False):
-            if request.status is RUNNING:  # else it was aborted while the step ran
-                self._update_decode(request, result, events)
+    def _release_held(self) -> None:
+        for request in self._held:
+            self.kv.free(request)
+        self._held = []
 
-    def _update_group(self, requests: list[Request], token_ids: list[int], events: list[RequestEvent]) -> None:
+    def _update_decodes(self, batch: ScheduledBatch, results: Sequence[ChunkResult]) -> Sequence[RequestEvent]:
+        if isinstance(results, SampledTokens):
+            requests, token_ids = batch.decodes, results.token_ids
+            if len(requests) > len(self.running):  # some have ended since the step was launched
+                going_on = [index for index, request in enumerate(requests) if request.status is RUNNING]
+                requests, token_ids = [requests[i] for i in going_on], [token_ids[i] for i in going_on]
+            if requests and len(requests) == len(self.running):
+                return self._update_group(requests, token_ids)
+        self._group = None
+        # One that does not run has ended while the step ran.
+        each = zip(batch.decodes, results, strict=False)
+        return [self._update_decode(request, result) for request, result in each if request.status is RUNNING]
+
+    def _update_group(self, requests: list[Request], token_ids: list[int]) -> Sequence[RequestEvent]:
         """``_update_decode`` of each. Hundreds of them get their next token in each step, and nothing else is to be done."""
         group = self._group
         if group is None or group.requests != requests:
-            group = self._group = DecodeGroup(requests)
-        ending = group.ending(token_ids)
-        if ending:
+            group = self._group = DecodeGroup(requests, self.kv.block_size)
+        if not group.goes_on(token_ids):
             self._group = None
-            for request, token_id in zip(requests, token_ids, strict=True):
-                self._update_decode(request, sampled(token_id), events)
-            return
-        events += zip(requests, group.advance(token_ids, self.kv.block_size), strict=True)
-        for request in group.begins_block:
-            self.kv.commit(request)
+            each = zip(requests, token_ids, strict=True)
+            return [self._update_decode(request, sampled(token_id)) for request, token_id in each]
+        outputs = group.advance(token_ids)
+        self.kv.commit_each(group.begins_block)
+        return outputs
 
-    def _update_decode(self, request: Request, result: ChunkResult, events: list[RequestEvent]) -> None:
+    def _update_decode(self, request: Request, result: ChunkResult) -> RequestEvent:
         request.num_computed_tokens += 1
         if result.error is not None:
-            events.append(self._fail(request, result.error))
-            return
+            return self._fail(request, result.error)
         if request.num_computed_tokens % self.kv.block_size == 0:
             self.kv.commit(request)
-        events.append((request, self._append(request, result)))
+        return self._append(request, result)
 
     def _fail(self, request: Request, error: str) -> RequestEvent:
         self.stats.numerical_faults_total += error == NOT_FINITE
         self._finish(request)
         return request, RequestFailedError(error)
 
-    def _append(self, request: Request, result: ChunkResult) -> TokenOutput:
-        request.token_ids.extend(result.token_ids)
-        if request.grammar is not None:
-            for token_id in result.token_ids:
-                if token_id not in request.sampling.stop_token_ids:  # these end the request, and the grammar lets them
-                    request.grammar.accept(token_id)
-        reason, stop_token_id = self._finish_reason(request)
-        is_first, request.has_output = not request.has_output, True
-        if is_first:
-            request.timings.first_token = self.clock()
-        output = TokenOutput(
-            token_ids=result.token_ids,
-            num_cached_tokens=request.num_cached_tokens,
-            timings=request.timings,
-            logprobs=result.logprobs,
-            prompt_logprobs=request.prompt_logprobs if is_first and request.sampling.prompt_logprobs is not None else None,
-            finish_reason=reason,
-            stop_token_id=stop_token_id,
-            mean_hidden=None if request.hidden_sum is None else request.hidden_sum / request.num_prompt_tokens,
-        )
-        if reason is not None:
+    def _append(self, request: Request, result: ChunkResult) -> RequestEvent:
+        output = append_result(request, result, self.clock)
+        if output.finish_reason is not None:
             self._finish(request)
-        return output
-
-    def _finish_reason(self, request: Request) -> tuple[FinishReason | None, int | None]:
-        last = request.token_ids[-1]
-        if request.num_output_tokens and last in request.sampling.stop_token_ids:
-            return "stop", last
-        if request.grammar is not None and request.grammar.is_complete and request.sampling.max_tokens > 0:
-            return "stop", None
-        if request.spec.pools:
-            return "stop", None
-        if request.num_tokens >= request.max_num_tokens:
-            return "length", None
-        return None, None
+        return request, output
 
     def _finish(self, request: Request) -> None:
         self.running.remove(request)
-        self.kv.free(request)
+        if self.ahead is not None and request in self.ahead.decodes:
+            self._held.append(request)
+        else:
+            self.kv.free(request)
+        self._may_admit = True
         request.status = RequestStatus.FINISHED
         request.timings.finished = self.clock()
 
@@ -331,6 +340,7 @@ class Scheduler:
             self._finish(request)
         elif request.status is not RequestStatus.FINISHED:
             self.waiting.remove(request)
+            self._may_admit = True
             request.status = RequestStatus.FINISHED
 
     def write_stats(self) -> None:
@@ -347,7 +357,8 @@ class Scheduler:
         self.kv.check_idle()
 
     def check_invariants(self) -> None:
-        assert set(self.kv.tables) == {request.request_id for request in self.running}
+        assert set(self.kv.tables) == {request.request_id for request in (*self.running, *self._held)}
+        assert self.ahead is not None or not self._held, "blocks are held for a step that does not run"
         assert not {id(r) for r in self.waiting} & {id(r) for r in self.running}
         for request in self.running:
             tables = self.kv.tables[request.request_id]
@@ -356,5 +367,5 @@ class Scheduler:
             assert len(tables.global_blocks) * self.kv.block_size >= request.num_computed_tokens
             assert request.num_slots == len(tables.global_blocks) * self.kv.block_size
         if self._group is not None and len(self._group.requests) == len(self.running):
-            self._group.check()
+            self._group.check(self.kv.block_size)
         self.kv.check_invariants()

@@ -241,7 +241,9 @@ def test_chunks_that_stay_the_same_take_no_loop_and_send_the_same() -> None:
             row = table_rows[index]
             return SequenceChunk([9], int(chunks.starts[index]), *lists[row], GREEDY, samples=True, tables=tables, row=row)
 
-        chunks = DecodeChunks([GREEDY] * len(table_rows), [1] * len(table_rows), tables, table_rows, plain=True, make_chunk=make)
+        count = len(table_rows)
+        of_each = [lists[row] for row in table_rows]
+        chunks = DecodeChunks([GREEDY] * count, [1] * count, tables, table_rows, of_each, plain=True, make_chunk=make)
         return chunks
 
     rows = DecodeRows(num_rows=4, table_width=10, block_size=4, window=8)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model.batch import ForwardBatch
 from model.gemma3 import Gemma3
 from model.ops.reference import ReferenceOps
+from model.pending_step import PendingStep
 from model.runner import ModelRunner
 from model.sampling_params import SamplingParams
 from model.sequence_chunk import NOT_FINITE, DecodeChunks, SequenceChunk
@@ -105,6 +106,44 @@ def test_the_batch_of_a_decode_step_is_laid_out_without_waiting() -> None:
     with refusing_to_wait():
         pending = stub_runner().launch(chunks)
     assert len(pending.results()) == 5
+
+
+@pytest.mark.parametrize("subset", [False, True])
+def test_a_step_that_takes_the_tokens_of_the_last_one_is_launched_without_waiting(subset: bool) -> None:
+    runner = stub_runner()
+    core = decoding_core(runner, runner.spec, [33] * 5, temperature=1.0, async_scheduling=True)
+    for _ in range(3):
+        core.step()
+    if subset:
+        core.abort("2")
+    before = core._ahead
+    assert before is not None
+    with refusing_to_wait():
+        after = core._launch_ahead(before)
+    assert after is not None
+    assert len(after.batch.decodes) == (4 if subset else 5)
+
+
+def test_tables_are_kept_on_the_device_while_steps_are_launched_ahead() -> None:
+    runner = stub_runner()
+    core = decoding_core(runner, runner.spec, [33] * 5, async_scheduling=True)
+    kept = []
+    for _ in range(100):
+        core.step()
+        tables = core._decode_chunks.scratch["tables"]
+        if not any(tables is other for other in kept):
+            kept.append(tables)
+    assert len(kept) == 1
+    assert core._ahead is not None
+
+
+def test_tokens_go_on_as_they_were_drawn_and_those_that_are_none_do_no_harm() -> None:
+    pending = PendingStep(None, drawn=torch.tensor([7, -1, 9]))
+    assert pending.token_ids(None).tolist() == [7, 0, 9]
+    assert pending.token_ids(torch.tensor([2, 0])).tolist() == [9, 7]
+    results = pending.results()
+    assert [result.token_ids for result in results] == [[7], [], [9]]
+    assert results[1].error == NOT_FINITE
 
 
 def test_a_step_that_waits_is_noticed(model: Gemma3) -> None:

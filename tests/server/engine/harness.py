@@ -6,7 +6,8 @@ names, with the right content. A block recycled too early, shared wrongly or nev
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,15 @@ import numpy.typing as npt
 from model.grammar_state import Grammar, GrammarFault
 from model.kv_cache_spec import KVCacheSpec
 from model.sampling_params import SamplingParams
-from model.sequence_chunk import ChunkResult, DecodeChunks, SampledTokens, SequenceChunk, StepMemoryError, TokenLogprobs
+from model.sequence_chunk import (
+    NOT_FINITE,
+    ChunkResult,
+    DecodeChunks,
+    SampledTokens,
+    SequenceChunk,
+    StepMemoryError,
+    TokenLogprobs,
+)
 from server.engine.core import EngineCore
 from server.engine.kv_manager import KVCacheManager
 from server.engine.request import GenerationSpec, RequestFailedError, TokenOutput
@@ -46,21 +55,28 @@ class CheckingRunner:
         self.memory: int | None = None  # tokens that one run has memory for
         self.num_refused = 0
         self.num_array_steps = 0
+        self.is_odd: Callable[[tuple[int, ...]], bool] = lambda prefix: False  # whose logits after it are not finite
 
     def run(self, chunks: Sequence[SequenceChunk]) -> Sequence[ChunkResult]:
         self.steps.append(list(chunks))
         if self.fail_at_step is not None and len(self.steps) > self.fail_at_step:
             raise RuntimeError("planted fault")
-        if self.memory is not None and sum(len(chunk.token_ids) for chunk in chunks) > self.memory:
-            self.num_refused += 1
-            raise StepMemoryError("planted lack of memory")
-        prefixes = [self._write(chunk) for chunk in chunks]
-        results = [self._read(chunk, prefix) for chunk, prefix in zip(chunks, prefixes, strict=True)]
+        self._check_memory(sum(len(chunk.token_ids) for chunk in chunks))
+        results = self._compute(list(chunks))
         if isinstance(chunks, DecodeChunks) and chunks.plain:  # then a real runner returns the bare tokens
             self._check_arrays(chunks)
             self.num_array_steps += 1
-            return SampledTokens([result.token_ids[0] for result in results])
+            return bare_tokens(results)
         return results
+
+    def _check_memory(self, num_tokens: int) -> None:
+        if self.memory is not None and num_tokens > self.memory:
+            self.num_refused += 1
+            raise StepMemoryError("planted lack of memory")
+
+    def _compute(self, chunks: list[SequenceChunk]) -> list[ChunkResult]:
+        prefixes = [self._write(chunk) for chunk in chunks]
+        return [self._read(chunk, prefix) for chunk, prefix in zip(chunks, prefixes, strict=True)]
 
     def _check_arrays(self, decodes: DecodeChunks) -> None:
         """The arrays say what the chunks say, and the rows of the block tables what the tables say."""
@@ -99,6 +115,8 @@ class CheckingRunner:
         result = ChunkResult()
         if chunk.pools:
             result.hidden_sum = sum_of_states(prefix[chunk.start :], chunk.start)
+        if chunk.samples and self.is_odd(prefix):
+            return ChunkResult(error=NOT_FINITE)
         if chunk.samples:
             token = next_token(prefix, chunk.sampling.seed + chunk.sampling.choice)
             if chunk.grammar is not None:
@@ -116,6 +134,93 @@ class CheckingRunner:
         for index, target in enumerate(chunk.prompt_targets):
             result.prompt_logprobs.append(TokenLogprobs(target, -float(chunk.start + index), []))
         return result
+
+
+def bare_tokens(results: Sequence[ChunkResult]) -> SampledTokens:
+    return SampledTokens([result.token_ids[0] if result.error is None else -1 for result in results])
+
+
+class LazyRunner(CheckingRunner):
+    """A device that has done nothing before it is asked for results, and then every step up to that one, in order: whatever the
+    host changes too early is seen by the steps that it has launched. Blocks that a step uses must be held until then."""
+
+    def __init__(self, spec: KVCacheSpec, kv: KVCacheManager) -> None:
+        super().__init__(spec)
+        self._kv = kv
+        self._queue: list[LazyStep] = []
+        self.num_launched_ahead = 0
+
+    def launch(self, chunks: Sequence[SequenceChunk]) -> "LazyStep":
+        assert len(self._queue) < 2, "more than one step ahead"
+        self._check_memory(len(chunks) if isinstance(chunks, DecodeChunks) else sum(len(c.token_ids) for c in chunks))
+        self.num_launched_ahead += len(self._queue)
+        step = LazyStep(self, chunks)
+        self._queue.append(step)
+        return step
+
+    def run(self, chunks: Sequence[SequenceChunk]) -> Sequence[ChunkResult]:
+        assert not self._queue, "parts of a step are run one by one"
+        return super().run(chunks)
+
+    def compute(self, wanted: "LazyStep") -> None:
+        assert wanted is self._queue[0], "results are taken in the order of the launches"
+        self._queue.pop(0)
+        chunks = wanted.chunks()
+        self.steps.append(chunks)
+        wanted.computed = self._compute(chunks)
+
+    def _slot(self, group: str, table: Sequence[int], position: int) -> tuple[str, int, int]:
+        group, block, offset = super()._slot(group, table, position)
+        pool = self._kv.global_pool if group == "global" else self._kv.local_pool
+        assert pool.ref_count(block) > 0, f"{group}: block {block} was freed before the step that uses it has run"
+        return group, block, offset
+
+
+class LazyStep:
+    """What the device was told at the launch; of tokens, perhaps only which step draws them."""
+
+    def __init__(self, runner: LazyRunner, chunks: Sequence[SequenceChunk]) -> None:
+        self._runner = runner
+        self._bare = isinstance(chunks, DecodeChunks) and chunks.plain
+        self.computed: list[ChunkResult] | None = None
+        self._drawn = chunks.drawn if isinstance(chunks, DecodeChunks) else None
+        if self._drawn is None:
+            self._chunks = [
+                replace(c, global_block_table=[*c.global_block_table], local_block_table=[*c.local_block_table]) for c in chunks
+            ]
+            if isinstance(chunks, DecodeChunks) and chunks.plain:
+                runner._check_arrays(chunks)
+        else:
+            assert isinstance(chunks, DecodeChunks)
+            self._chunks = [self._chunk(chunks, index) for index in range(len(chunks))]
+        runner.num_array_steps += self._bare
+
+    def _chunk(self, chunks: DecodeChunks, index: int) -> SequenceChunk:
+        start, tables = int(chunks.starts[index]), chunks.block_tables[index]
+        for row, table in zip(chunks.tables.blocks[:, chunks.rows[index]], tables, strict=True):
+            assert row[: len(table)].tolist() == table
+        global_table, local_table = ([*table] for table in tables)
+        position = int(chunks.positions[index])
+        return SequenceChunk([], start, global_table, local_table, chunks.sampling[index], samples=True, position=position)
+
+    def chunks(self) -> list[SequenceChunk]:
+        if self._drawn is not None:
+            before = self._drawn.step
+            assert isinstance(before, LazyStep)
+            assert before.computed is not None, "a step was computed before the one whose tokens it takes"
+            indices = range(len(self._chunks)) if self._drawn.chunks is None else self._drawn.chunks.tolist()
+            assert len(indices) == len(self._chunks)
+            assert self._drawn.chunks is not None or len(before.computed) == len(self._chunks)
+            for chunk, index in zip(self._chunks, indices, strict=True):
+                drawn = before.computed[index]
+                chunk.token_ids = drawn.token_ids if drawn.error is None else [0]
+        return self._chunks
+
+    def results(self) -> Sequence[ChunkResult]:
+        assert self.computed is None, "asked twice"
+        self._runner.compute(self)
+        assert self.computed is not None
+        return bare_tokens(self.computed) if self._bare else self.computed
 
 
 def make_spec(block_size: int = 4, window: int = 8) -> KVCacheSpec:
@@ -137,7 +242,9 @@ class Harness:
         max_model_len: int | None = None,
         prefix_caching: bool = True,
         over_admission: bool = False,
+        async_scheduling: bool = False,
     ) -> None:
+        """``async_scheduling``: over a LazyRunner."""
         self.spec = make_spec(block_size, window)
         if num_local_blocks is None:
             num_local_blocks = self.spec.local_pool_blocks(max_num_seqs, max_num_batched_tokens)
@@ -146,9 +253,16 @@ class Harness:
         self.config = SchedulerConfig(
             max_num_seqs, max_num_batched_tokens, min(capacity, max_model_len or capacity), over_admission=over_admission
         )
-        self.runner = CheckingRunner(self.spec)
+        self.runner = LazyRunner(self.spec, self.kv) if async_scheduling else CheckingRunner(self.spec)
         self.time = 0.0
-        self.core = EngineCore(self.runner, self.kv, self.config, clock=self._clock, debug_invariants=True)
+        self.core = EngineCore(
+            self.runner,
+            self.kv,
+            self.config,
+            clock=self._clock,
+            debug_invariants=True,
+            async_scheduling=async_scheduling,
+        )
         self.outputs: dict[str, list[TokenOutput]] = {}
         self.errors: dict[str, RequestFailedError] = {}
         self.num_requests = 0

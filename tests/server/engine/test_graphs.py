@@ -1,13 +1,19 @@
 """Engine and network with decode steps replayed as graphs: requests get the same tokens as without, however they come and go."""
 
 import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
-from model.cuda_graphs import padded_sizes
+from model.cuda_graphs import CudaGraphDevice, GraphDevice, padded_sizes
+from model.ops import select_ops
+from model.pending_step import PendingStep
 from model.runner import ModelRunner
 from model.sampling_params import SamplingParams
+from model.sequence_chunk import DecodeChunks, SequenceChunk
 from server.engine.core import EngineCore
 from server.engine.kv_manager import KVCacheManager
 from server.engine.request import GenerationSpec, TokenOutput
@@ -20,7 +26,7 @@ ABORTED = "r7"
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 9, 48, 160
 
 
-def answers(runner: ModelRunner, pool_tokens: int, device: RerunDevice | None) -> dict[str, list[int]]:
+def make_core(runner: ModelRunner, pool_tokens: int, device: GraphDevice | None, *, ahead: bool) -> EngineCore:
     spec = runner.spec
     memory = (pool_tokens // BLOCK_SIZE + 1) * spec.global_block_bytes
     memory += spec.local_pool_blocks(MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS) * spec.local_block_bytes
@@ -40,14 +46,20 @@ def answers(runner: ModelRunner, pool_tokens: int, device: RerunDevice | None) -
         runner.capture_graphs(padded_sizes(MAX_NUM_SEQS), MAX_MODEL_LEN, device)
     kv = KVCacheManager(spec, plan.num_global_blocks, plan.num_local_blocks, prefix_caching=True)
     config = SchedulerConfig(MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, plan.capacity_tokens, over_admission=True)
-    core = EngineCore(runner, kv, config, debug_invariants=True)
+    return EngineCore(runner, kv, config, debug_invariants=True, async_scheduling=ahead)
+
+
+def answers(
+    runner: ModelRunner, pool_tokens: int, device: GraphDevice | None, *, ahead: bool = False, stops: frozenset[int] = frozenset()
+) -> dict[str, list[int]]:
+    core = make_core(runner, pool_tokens, device, ahead=ahead)
     choose = random.Random(4)
     shared = random_prompt(40, seed=1)
     waiting = []
     for index in range(24):
         prompt = shared[: choose.randrange(40)] + random_prompt(choose.randrange(1, 30), seed=index)
         sampling = SamplingParams(
-            max_tokens=choose.randrange(1, 70), temperature=choose.choice((0.0, 1.0)), seed=index, stop_token_ids=frozenset()
+            max_tokens=choose.randrange(1, 70), temperature=choose.choice((0.0, 1.0)), seed=index, stop_token_ids=stops
         )
         waiting.append(GenerationSpec(f"r{index}", prompt, sampling))
     tokens: dict[str, list[int]] = {spec.request_id: [] for spec in waiting}
@@ -77,3 +89,76 @@ def test_requests_get_the_same_tokens_through_graphs(pool_tokens: int) -> None:
     assert actual == expected
     assert len(device.replayed) > 50
     assert {1, 2, 4, 8, 16} >= set(device.replayed) >= {4, 8, 16}
+
+
+@needs_kernels
+@pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("pool_tokens", [2000, 400], ids=["room for all", "preemption"])
+def test_requests_get_the_same_tokens_one_step_ahead(pool_tokens: int, graphed: bool) -> None:
+    """The tokens that a step draws go to the next one without the host, in whatever row of a graph's buffers they belong."""
+    model = make_model(cpu_ops(torch.float32))
+    runner = ModelRunner(model, CONFIG.kv_cache_spec(BLOCK_SIZE, 4), model.ops)
+    stops = frozenset(range(0, CONFIG.vocab_size, 25))
+    expected = answers(runner, pool_tokens, None, stops=stops)
+    device = RerunDevice() if graphed else None
+    followed = Counter[bool]()
+    launch = runner.launch
+
+    def counted(chunks: Sequence[SequenceChunk]) -> PendingStep:
+        if isinstance(chunks, DecodeChunks) and chunks.drawn is not None:
+            followed[chunks.drawn.chunks is None] += 1
+        return launch(chunks)
+
+    runner.launch = counted  # type: ignore[method-assign]
+    actual = answers(runner, pool_tokens, device, ahead=True, stops=stops)
+    aborted = list(zip(actual.pop(ABORTED), expected.pop(ABORTED), strict=False))
+    assert all(got == wanted for got, wanted in aborted)
+    assert actual == expected
+    assert followed[True] > 10
+    assert followed[False] > 5, "of some, the step before had others beside them"
+
+
+def answers_of_one_batch(runner: ModelRunner, device: GraphDevice, *, ahead: bool) -> dict[str, list[int]]:
+    """Of requests that come together and end together, so that every step has the same batch whenever it is launched."""
+    core = make_core(runner, 2000, device, ahead=ahead)
+    launch_ahead, num_ahead = core._launch_ahead, 0
+
+    def counted(launched: Any) -> Any:
+        nonlocal num_ahead
+        if runner.ops.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            following = launch_ahead(launched)
+        finally:
+            if runner.ops.device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+        num_ahead += following is not None
+        return following
+
+    core._launch_ahead = counted  # type: ignore[method-assign]
+    tokens: dict[str, list[int]] = {}
+    for index in range(6):
+        sampling = SamplingParams(max_tokens=50, temperature=index % 2, seed=index, stop_token_ids=frozenset())
+        core.add(GenerationSpec(f"r{index}", random_prompt(8, seed=index), sampling))
+    while core.has_work:
+        for request, event in core.step():
+            assert isinstance(event, TokenOutput), event
+            tokens.setdefault(request.request_id, []).extend(event.token_ids)
+    assert num_ahead == (48 if ahead else 0), "every decode step but the first"
+    return tokens
+
+
+@needs_kernels
+def test_steps_ahead_of_one_batch_are_the_same_steps() -> None:
+    model = make_model(cpu_ops(torch.float32))
+    runner = ModelRunner(model, CONFIG.kv_cache_spec(BLOCK_SIZE, 4), model.ops)
+    assert answers_of_one_batch(runner, RerunDevice(), ahead=True) == answers_of_one_batch(runner, RerunDevice(), ahead=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_steps_ahead_on_a_device_are_the_same_steps_and_nobody_waits() -> None:
+    model = make_model(select_ops(torch.device("cuda"), torch.float32))
+    runner = ModelRunner(model, CONFIG.kv_cache_spec(BLOCK_SIZE, 4), model.ops)
+    device = CudaGraphDevice(torch.device("cuda"))
+    assert answers_of_one_batch(runner, device, ahead=True) == answers_of_one_batch(runner, device, ahead=False)

@@ -10,7 +10,7 @@ import pytest
 from model.stub_device import stub_runner
 from server.bench.engine_overhead import BLOCK_SIZE, decoding_core, measure_overhead, render
 
-C_CALLS_PER_SEQUENCE = 6  # length, two appends, a new output
+C_CALLS_PER_SEQUENCE = 1  # the append of its token
 
 
 def calls(lengths: list[int], temperature: float = 0.0) -> Counter[str]:
@@ -63,7 +63,9 @@ def test_a_decode_step_costs_the_same_calls_at_every_context() -> None:
 
 def test_the_report_names_every_part_and_the_delivery() -> None:
     parts = measure_overhead(3, 40, 20, temperature=1.0)
-    assert len(parts.steps) == len(parts.deliveries) == 20
+    assert len(parts.steps) == len(parts.steps_ahead) == len(parts.deliveries) == 20
+    assert all(step["schedule"] > 0 < step["sample"] for step in parts.steps_ahead), "every step was launched ahead"
     report = render(parts, 3, 40, 1.0)
-    for name in ("schedule", "chunks", "batch", "sample", "update", "books", "step", "delivery", "3 sequences", "temperature 1"):
+    parts_named = ("schedule", "chunks", "batch", "sample", "update", "books", "step", "waits", "ahead", "delivery")
+    for name in (*parts_named, "3 sequences", "temperature 1"):
         assert name in report

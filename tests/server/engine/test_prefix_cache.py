@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.engine import kv_manager
+from server.engine import block_hashes
 from tests.server.engine.harness import Harness, expected_tokens
 from tests.server.engine.test_scheduler import prompt
 
@@ -153,7 +153,7 @@ def test_the_hash_chain_covers_parent_tokens_and_salt() -> None:
     def chain(tokens: list[int], salt: str | None = None) -> list[bytes]:
         request_id = engine.add(tokens, max_tokens=1, salt=salt)
         request = engine.core._requests[request_id]
-        return list(engine.kv._block_hashes(request, len(tokens) // 4))
+        return list(engine.kv._hashes.of(request, len(tokens) // 4))
 
     a, b, c = [1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]
     assert chain(a + b)[1] != chain(c + b)[1]  # same tokens, other parent
@@ -176,4 +176,4 @@ def test_hits_survive_preemption_pressure_and_stay_exact() -> None:
 
 
 def test_hash_function_is_a_cryptographic_one() -> None:
-    assert kv_manager.hash_block(b"a", b"b") != kv_manager.hash_block(b"b", b"a")
+    assert block_hashes.hash_block(b"a", b"b") != block_hashes.hash_block(b"b", b"a")

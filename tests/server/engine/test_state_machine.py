@@ -1,12 +1,13 @@
 """A random walk over block manager and scheduler: admit, grow, chunk, preempt, abort, finish, hit and evict, all invariants held.
 
 The runner of the harness verifies after every step that each key the network would read is in the block its table names. The
-pools are so small that preemption and eviction happen all the time. The last tests plant faults and expect them to be found.
+pools are so small that preemption and eviction happen all the time. A second walk launches steps before the results of the one
+before them are read, over a device that computes as late as it may. The last tests plant faults and expect them to be found.
 """
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -16,16 +17,26 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from model.kv_cache_spec import KVCacheSpec
 from server.engine.block_pool import BlockPool
 from server.engine.request import RequestStatus
-from tests.server.engine.harness import Harness, expected_tokens
+from tests.server.engine.harness import Harness, LazyRunner, expected_tokens
 
 EXAMPLES, STEPS = 100, 100  # a run makes more than 5,000 engine steps
+AHEAD_EXAMPLES = 40
 seen: Counter[str] = Counter()
 
 
+def answer(prompt: list[int], max_tokens: int, stops: frozenset[int]) -> list[int]:
+    tokens = expected_tokens(prompt, max_tokens)
+    end = next((index + 1 for index, token in enumerate(tokens) if token in stops), len(tokens))
+    return tokens[:end]
+
+
 class EngineMachine(RuleBasedStateMachine):
+    async_scheduling = False
+    stops_of_some: frozenset[int] = frozenset()
+
     def __init__(self) -> None:
         super().__init__()
-        self.prompts: dict[str, tuple[list[int], int]] = {}
+        self.prompts: dict[str, tuple[list[int], int, frozenset[int]]] = {}
         self.aborted: set[str] = set()
 
     @initialize(
@@ -55,6 +66,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             over_admission=over_admission,
+            async_scheduling=self.async_scheduling,
         )
 
     @rule(
@@ -68,11 +80,12 @@ class EngineMachine(RuleBasedStateMachine):
         """Prompts of one seed are prefixes of each other, so that hits of every length happen."""
         source = random.Random(seed)
         tokens = [source.randrange(5) for _ in range(25)][: min(length, self.engine.config.max_model_len - 1)]
-        request = self.engine.add(tokens, max_tokens=max_tokens, salt=salt, priority=priority)
-        self.prompts[request] = (tokens, max_tokens)
+        stops = self.stops_of_some if max_tokens % 2 else frozenset[int]()
+        request = self.engine.add(tokens, max_tokens=max_tokens, salt=salt, priority=priority, stop_token_ids=stops)
+        self.prompts[request] = (tokens, max_tokens, stops)
         seen["admit"] += 1
 
-    @rule(steps=st.integers(1, 6))
+    @rule(steps=st.integers(2, 9))
     def step(self, steps: int) -> None:
         for _ in range(steps):
             self.engine.step()
@@ -98,14 +111,16 @@ class EngineMachine(RuleBasedStateMachine):
             return
         engine = self.engine
         engine.core.scheduler.check_invariants()
+        seen["held"] += len(engine.core.scheduler._held)
         for request in engine.core.scheduler.running:
             held = len(engine.kv.tables[request.request_id].local_blocks) - engine.kv.tables[request.request_id].num_recycled
-            assert held <= engine.spec.blocks(request.num_computed_tokens, max(1, request.num_uncomputed_tokens)).local_blocks
-        for request_id, (tokens, max_tokens) in self.prompts.items():
+            running = max(1, request.num_uncomputed_tokens)
+            assert held <= engine.spec.blocks(request.num_computed_tokens, running).local_blocks
+        for request_id, (tokens, max_tokens, stops) in self.prompts.items():
             outputs = engine.outputs[request_id]
             if outputs and outputs[-1].finish_reason and request_id not in self.aborted:
                 count = min(max_tokens, engine.config.max_model_len - len(tokens))
-                assert engine.tokens(request_id) == expected_tokens(tokens, count)
+                assert engine.tokens(request_id) == answer(tokens, count, stops)
                 seen["finish"] += 1
 
     def teardown(self) -> None:
@@ -114,6 +129,8 @@ class EngineMachine(RuleBasedStateMachine):
         engine = self.engine
         engine.run()
         stats = engine.core.stats
+        if isinstance(engine.runner, LazyRunner):
+            seen["ahead"] += engine.runner.num_launched_ahead
         seen["arrays"] += engine.runner.num_array_steps
         seen["preempt"] += stats.preemptions_total
         seen["hit"] += stats.prefix_hit_tokens_total
@@ -125,9 +142,27 @@ class EngineMachine(RuleBasedStateMachine):
         assert not unfinished
 
 
-def walk(examples: int = EXAMPLES) -> None:
+class AheadMachine(EngineMachine):
+    async_scheduling = True
+    stops_of_some = frozenset(range(200))  # one token in five
+
+    @rule(steps=st.integers(3, 8))
+    def decode_on(self, steps: int) -> None:
+        """Long enough alone that steps are launched ahead."""
+        for _ in range(steps):
+            if not self.engine.core.scheduler.waiting:
+                self.engine.step()
+                seen["step"] += 1
+
+    @rule(memory=st.sampled_from([*[None] * 8, 1, 2, 4, 8]))
+    def change_memory(self, memory: int | None) -> None:
+        self.engine.runner.memory = memory
+        seen["memory"] += self.engine.core.stats.memory_faults_total
+
+
+def walk(machine: type[EngineMachine] = EngineMachine, examples: int = EXAMPLES) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        EngineMachine,
+        machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=STEPS,
@@ -140,14 +175,26 @@ def walk(examples: int = EXAMPLES) -> None:
     )
 
 
+def walk_until(machine: type[EngineMachine], examples: int, num_steps: int, events: Sequence[str]) -> None:
+    """Longer walks, until one has met all of this: what a walk meets depends on which modules hypothesis finds loaded."""
+    for length in (examples, 3 * examples, 9 * examples):
+        seen.clear()
+        walk(machine, length)
+        missing = [event for event in events if not seen[event]]
+        if not missing and seen["step"] >= num_steps:
+            return
+    raise AssertionError(f"the walk never met {missing} in {seen['step']} steps")
+
+
+EVENTS = ("arrays", "preempt", "hit", "evict", "evict local", "recycle", "finish", "abort waiting", "abort running")
+
+
 def test_random_walks_hold_every_invariant() -> None:
-    seen.clear()
-    walk()
-    assert seen["step"] >= 5_000
-    for event in ("arrays", "preempt", "hit", "evict", "evict local", "recycle", "limited local", "finish"):
-        assert seen[event] > 0, f"the walk never met {event!r}"
-    for status in ("waiting", "running", "preempted"):
-        assert seen[f"abort {status}"] > 0
+    walk_until(EngineMachine, EXAMPLES, 5_000, (*EVENTS, "limited local", "abort preempted"))
+
+
+def test_random_walks_one_step_ahead_hold_every_invariant() -> None:
+    walk_until(AheadMachine, AHEAD_EXAMPLES, 2_000, (*EVENTS, "ahead", "held", "memory"))
 
 
 def recycle_one_block_too_early(original: Callable[[KVCacheSpec, int], int]) -> object:
