@@ -94,6 +94,7 @@ class CpuOps(ReferenceOps):
         assert isinstance(head, PackedWeight)
         if head.sketch is None:
             return None
+        assert x.shape == (len(x), head.in_features)
         x = x.contiguous()
         token_ids = torch.empty(len(x), dtype=torch.int64)
         self._library.greedy(
