@@ -289,6 +289,41 @@ def test_whatever_waits_while_steps_are_ahead_could_not_be_admitted() -> None:
     assert num_waited > 20
 
 
+def test_when_the_first_in_the_queue_leaves_the_next_is_not_forgotten() -> None:
+    engine = ahead(num_global_blocks=21)
+    first_decode(engine, count=2, max_tokens=28)
+    large, small = engine.add(prompt(60, 5), max_tokens=3), engine.add(prompt(6, 6), max_tokens=3)
+    for _ in range(3):
+        engine.step()
+    assert engine.core._ahead is not None
+    assert not engine.tokens(small)
+    engine.core.abort(large)
+    for _ in range(4):
+        engine.step()
+    assert engine.tokens(small) == expected_tokens(prompt(6, 6), 3)
+
+
+def test_a_prompt_that_is_half_done_is_not_forgotten_when_a_step_has_no_room_for_it() -> None:
+    engine = ahead()
+    first_decode(engine)
+    late = engine.add(prompt(60, 9), max_tokens=1)
+    while engine.core.stats.num_running < 5:
+        engine.step()
+    assert not engine.tokens(late)
+    engine.core.scheduler.max_step_tokens = 4
+    for _ in range(15):
+        engine.step()
+    assert engine.tokens(late) == expected_tokens(prompt(60, 9), 1)
+
+
+def test_the_times_of_steps_do_not_overlap() -> None:
+    engine = ahead()
+    first_decode(engine)
+    engine.run()
+    assert num_launched_ahead(engine) > 20
+    assert engine.core.stats.busy_seconds_total <= engine.time
+
+
 def test_what_waits_for_room_in_a_step_is_not_forgotten() -> None:
     """After a lack of memory, steps grow by a token each: the ones that decode must not stay ahead of what waits for that."""
     engine = ahead()
