@@ -58,7 +58,7 @@ class Scheduler:
         # The step that runs already while the results of the one before it are taken; these then come next.
         self.ahead: ScheduledBatch | None = None
         self._held: list[Request] = []  # have ended, and their blocks are in use until the results of the step ahead are there
-        self._may_admit = True  # False: nothing that waits can be admitted until a request comes or goes
+        self._may_admit = True  # False: nothing that waits can be admitted until one comes first in the queue, or any goes
         self.stats = EngineStats()
         # Prefill tokens in a step that also decodes; the step loop lowers it so that prefills don't stall running streams.
         self.mixed_prefill_tokens = config.max_num_batched_tokens
@@ -69,8 +69,10 @@ class Scheduler:
     def add(self, request: Request) -> None:
         assert request.num_tokens <= self.config.max_model_len, "the caller checks that a request can ever fit"
         request.max_num_tokens = min(request.num_prompt_tokens + request.sampling.max_tokens, self.config.max_model_len)
-        self.waiting.insert(bisect_right(self.waiting, request.spec.priority, key=_priority), request)
-        self._may_admit = True
+        index = bisect_right(self.waiting, request.spec.priority, key=_priority)
+        self.waiting.insert(index, request)
+        if index == 0:  # behind one that cannot be admitted, it cannot either
+            self._may_admit = True
 
     @property
     def num_running(self) -> int:

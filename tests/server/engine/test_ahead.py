@@ -15,6 +15,7 @@ from server.engine.core import EngineCore
 from server.engine.kv_manager import KVCacheManager
 from server.engine.loaded import schedules_ahead
 from server.engine.request import Request, RequestFailedError
+from server.engine.scheduled_batch import ScheduledBatch
 from server.engine.scheduler import Scheduler
 from server.settings import add_arguments, load_settings
 from tests.server.engine.harness import Harness, LazyRunner, expected_tokens, next_token
@@ -236,6 +237,91 @@ def test_steps_are_launched_ahead_while_what_waits_cannot_be_admitted() -> None:
     engine.run()
     for i, request in enumerate(requests):
         assert engine.tokens(request) == expected_tokens(prompt(5 + i, i), 20)
+
+
+@pytest.mark.parametrize("full", [{"max_num_seqs": 2}, {"num_global_blocks": 21}], ids=["sequences", "pool"])
+def test_steps_stay_ahead_while_others_queue_behind_what_cannot_be_admitted(full: dict[str, int]) -> None:
+    """A server with more requests than it can run: one that comes in every step must not end the lead of the device."""
+    engine = ahead(**full)
+    requests = first_decode(engine, count=2, max_tokens=28)
+    first = engine.add(prompt(60, 5), max_tokens=3)
+    for _ in range(3):
+        engine.step()
+    assert engine.core.stats.num_waiting == 1
+    before = num_launched_ahead(engine)
+    behind = []
+    for i in range(10):
+        behind.append(engine.add(prompt(60, 6 + i), max_tokens=3))
+        engine.step()
+    assert engine.core.stats.num_waiting == 11
+    assert num_launched_ahead(engine) - before == 10
+    urgent = engine.add(prompt(6, 30), max_tokens=3, priority=-1)
+    engine.step()
+    if "max_num_seqs" not in full:
+        engine.step()
+        assert engine.tokens(urgent), "first in the queue, and small enough"
+    engine.run()
+    for i, request in enumerate(requests):
+        assert engine.tokens(request) == expected_tokens(prompt(5 + i, i), 28)
+    for i, request in enumerate([first, *behind]):
+        assert engine.tokens(request) == expected_tokens(prompt(60, 5 + i), 3)
+
+
+def test_whatever_waits_while_steps_are_ahead_could_not_be_admitted() -> None:
+    plan, limits = random_plan(4), {"num_global_blocks": 24, "max_num_seqs": 30}
+    engine = ahead(**limits)
+    scheduler, num_waited = engine.core.scheduler, 0
+    schedule_ahead = scheduler.schedule_ahead
+
+    def checked(batch: ScheduledBatch) -> ScheduledBatch | None:
+        nonlocal num_waited
+        following = schedule_ahead(batch)
+        if following is not None and scheduler.waiting:
+            first = scheduler.waiting[0]
+            hit = engine.kv.find_hit(first)
+            assert not hit.pending
+            assert not scheduler._fits(engine.kv.num_blocks_to_admit(hit, first.num_tokens))
+            num_waited += 1
+        return following
+
+    scheduler.schedule_ahead = checked  # type: ignore[method-assign]
+    assert carry_out(plan, engine, steps_between=2) == carry_out(plan, Harness(**limits), steps_between=2)
+    assert num_waited > 20
+
+
+def test_when_the_first_in_the_queue_leaves_the_next_is_not_forgotten() -> None:
+    engine = ahead(num_global_blocks=21)
+    first_decode(engine, count=2, max_tokens=28)
+    large, small = engine.add(prompt(60, 5), max_tokens=3), engine.add(prompt(6, 6), max_tokens=3)
+    for _ in range(3):
+        engine.step()
+    assert engine.core._ahead is not None
+    assert not engine.tokens(small)
+    engine.core.abort(large)
+    for _ in range(4):
+        engine.step()
+    assert engine.tokens(small) == expected_tokens(prompt(6, 6), 3)
+
+
+def test_a_prompt_that_is_half_done_is_not_forgotten_when_a_step_has_no_room_for_it() -> None:
+    engine = ahead()
+    first_decode(engine)
+    late = engine.add(prompt(60, 9), max_tokens=1)
+    while engine.core.stats.num_running < 5:
+        engine.step()
+    assert not engine.tokens(late)
+    engine.core.scheduler.max_step_tokens = 4
+    for _ in range(15):
+        engine.step()
+    assert engine.tokens(late) == expected_tokens(prompt(60, 9), 1)
+
+
+def test_the_times_of_steps_do_not_overlap() -> None:
+    engine = ahead()
+    first_decode(engine)
+    engine.run()
+    assert num_launched_ahead(engine) > 20
+    assert engine.core.stats.busy_seconds_total <= engine.time
 
 
 def test_what_waits_for_room_in_a_step_is_not_forgotten() -> None:

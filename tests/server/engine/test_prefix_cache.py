@@ -2,7 +2,9 @@
 
 import pytest
 
+from model.sampling_params import SamplingParams
 from server.engine import block_hashes
+from server.engine.request import GenerationSpec, Request, RequestTimings
 from tests.server.engine.harness import Harness, expected_tokens
 from tests.server.engine.test_scheduler import prompt
 
@@ -177,3 +179,20 @@ def test_hits_survive_preemption_pressure_and_stay_exact() -> None:
 
 def test_hash_function_is_a_cryptographic_one() -> None:
     assert block_hashes.hash_block(b"a", b"b") != block_hashes.hash_block(b"b", b"a")
+
+
+def test_a_block_that_was_announced_and_is_filled_by_a_decode_is_awaited_no_longer() -> None:
+    """As of a preempted request, all but the last of whose tokens came in chunks."""
+    kv = Harness().kv
+    request = Request(GenerationSpec("r", prompt(8, 0), SamplingParams(max_tokens=4)), RequestTimings(0.0))
+    kv.admit(request, kv.find_hit(request))
+    assert kv.allocate(request, 8)
+    request.num_computed_tokens = 7
+    kv.commit(request)
+    assert len(kv._in_flight) == 1
+    request.num_computed_tokens = 8
+    kv.commit_each([request])
+    assert not kv._in_flight
+    assert not kv._in_flight_of
+    assert request.num_published_blocks == 2
+    kv.check_invariants()
