@@ -208,8 +208,9 @@ class EngineCore:
         launch, started = self._async_runner.launch, self._clock()
         try:
             step = self._timed(lambda: launch(chunks))
-        except StepMemoryError:
-            return None  # once the tokens are known, the same step is run in parts
+        except StepMemoryError as error:  # once the tokens are known, the same step is run in parts if it has to be
+            logger.debug("no memory for a step ahead of the last one's results: %s", error)
+            return None
         self._kv.rows.next_step()
         self._allow_tokens(self.scheduler.max_step_tokens + 1)
         return _Launched(batch, step, started, draws_only=True)

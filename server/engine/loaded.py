@@ -105,6 +105,8 @@ def schedules_ahead(settings: Settings, device_type: str) -> bool:
     """Whether the next step is launched before the results of the last one are read. Ranks that share a model take a step at a
     time; a CPU would only deliver later."""
     if settings.tensor_parallel_size > 1:
+        if settings.async_scheduling:
+            logger.warning("--async-scheduling has no effect with --tensor-parallel-size %d", settings.tensor_parallel_size)
         return False
     return device_type == "cuda" if settings.async_scheduling is None else settings.async_scheduling
 

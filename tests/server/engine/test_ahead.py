@@ -463,3 +463,11 @@ def test_a_planted_fault_is_found(
     plant(monkeypatch)
     with pytest.raises((AssertionError, KeyError, IndexError), match=found):
         assert carry_out(plan, ahead(num_global_blocks=400), steps_between=4) == expected
+
+
+def test_asking_for_it_with_tensor_parallelism_is_answered_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    several = {"tensor_parallel_size": 2}
+    assert not schedules_ahead(load_settings(several, {}), "cuda")
+    assert not caplog.messages
+    assert not schedules_ahead(load_settings({**several, "async_scheduling": True}, {}), "cuda")
+    assert caplog.messages == ["--async-scheduling has no effect with --tensor-parallel-size 2"]
