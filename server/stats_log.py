@@ -1,8 +1,8 @@
 """One line of statistics every few seconds while the engine has work, for those who watch the log and no dashboard."""
 
-import asyncio
 import logging
 import time
+from asyncio import sleep
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,7 +38,7 @@ async def log_stats(owner: EngineOwner, metrics: Metrics, interval: float) -> No
     """Runs until cancelled. A line covers the time since the one before, or since the last idle interval."""
     before = _Totals(time.monotonic())
     while True:
-        await asyncio.sleep(interval)
+        await sleep(interval)
         engine = owner.engine
         if engine is None:
             before = _Totals(time.monotonic())
