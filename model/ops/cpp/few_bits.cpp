@@ -11,14 +11,7 @@ void round_tile(const In* x, int64_t k, int rows, int32_t* quads, float* factors
   for (int r = 0; r < rows; ++r, x += k)
     for (int64_t g = 0; g < k / GROUP; ++g) {
       const In* from = x + g * GROUP;
-      vf largest = zero(), poison = zero();  // x * 0 is NaN for a value that is not finite
-      for (int64_t i = 0; i < GROUP; i += W) {
-        const vf v = load(from + i);
-        largest = max(largest, max(v, sub(zero(), v)));
-        poison = fma(v, zero(), poison);
-      }
-      const float top = max_lanes(largest);
-      const bool finite = std::isfinite(sum_lanes(poison));
+      const auto [top, finite] = extent_of(from, GROUP);
       const vf inverse = set1(finite && top > SMALLEST ? 127.0f / top : 0.0f);
       alignas(64) int8_t rounded[GROUP];
       vi sum = set1i(0);

@@ -8,8 +8,6 @@
 // order in float32, so a row's result never depends on its neighbours.
 #pragma once
 
-#include <type_traits>
-
 #include "linear.h"
 
 namespace gemserve {
@@ -96,19 +94,6 @@ INLINE void few_bits_tile(const int32_t* x, const float* factors, const uint8_t*
       }
     }
   }
-}
-
-// Calls body(std::integral_constant<int, rows>) for 1 to MAX_ROWS rows.
-template <class Body>
-INLINE void with_rows(int rows, const Body& body) {
-#define CASE(MR)                                                                          \
-  case MR:                                                                                \
-    if constexpr (MR <= MAX_ROWS) body(std::integral_constant<int, MR>());                \
-    break;
-  switch (rows) {
-    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-  }
-#undef CASE
 }
 
 // A panel of the weight's data, which starts with the panels' places: int64 [panels + 1], bytes from its start.

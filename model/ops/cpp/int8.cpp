@@ -65,18 +65,6 @@ void panels(const int32_t* x, const int8_t* b, const half* scales, int64_t count
     tile<MR, 1>(x, b + p * panel_stride, scales + p * scale_stride, k, group, sums + p * NR, stride);
 }
 
-void tile_rows(int rows, const int32_t* x, const int8_t* b, const half* scales, int64_t count, int64_t k, int64_t group,
-               float* sums, int64_t stride) {
-#define CASE(MR)                                                                                        \
-  case MR:                                                                                              \
-    if constexpr (MR <= MAX_ROWS) panels<MR>(x, b, scales, count, k, group, sums, stride); \
-    break;
-  switch (rows) {
-    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-  }
-#undef CASE
-}
-
 // Rounds rows to 16 bits, interleaved per tile as [k / 2][rows] pairs. A row that is not finite gets the scale NaN.
 template <class In>
 void quantise_rows(const In* x, int64_t k, const RowTiles& tiles, int32_t* packed, float* row_scales, int threads) {
@@ -85,15 +73,9 @@ void quantise_rows(const In* x, int64_t k, const RowTiles& tiles, int32_t* packe
     for (int r = 0; r < rows; ++r) {
       const In* from = x + (tiles.first(t) + r) * k;
       int16_t* to = reinterpret_cast<int16_t*>(packed + tiles.first(t) * (k / 2)) + 2 * r;
-      vf largest = zero(), poison = zero();  // x * 0 is NaN for a value that is not finite
-      for (int64_t i = 0; i < k; i += W) {
-        const vf v = load(from + i);
-        largest = max(largest, max(v, sub(zero(), v)));
-        poison = fma(v, zero(), poison);
-      }
-      const float top = max_lanes(largest);
-      row_scales[tiles.first(t) + r] = std::isfinite(sum_lanes(poison)) ? top / 32767.0f : NAN;
-      const vf inverse = set1(top > SMALLEST && std::isfinite(top) ? 32767.0f / top : 0.0f);
+      const auto [top, finite] = extent_of(from, k);
+      row_scales[tiles.first(t) + r] = finite ? top / 32767.0f : NAN;
+      const vf inverse = set1(finite && top > SMALLEST ? 32767.0f / top : 0.0f);
       alignas(64) int32_t lanes[W];
       for (int64_t i = 0; i < k; i += W) {
         const vf scaled = max(set1(-32767.0f), min(set1(32767.0f), mul(load(from + i), inverse)));
@@ -119,7 +101,9 @@ void multiply(const PackedWeight& weight, const int32_t* packed, const float* ro
     for (int64_t t = 0; t < tiles.count; ++t) {
       const int rows = tiles.rows(t);
       const int64_t first_row = tiles.first(t);
-      tile_rows(rows, packed + first_row * (k / 2), b, scales, count, k, weight.group, sums, stride);
+      with_rows(rows, [&](auto number) {
+        panels<decltype(number)::value>(packed + first_row * (k / 2), b, scales, count, k, weight.group, sums, stride);
+      });
       for (int r = 0; r < rows; ++r)
         for (int64_t j = 0; j < stride; j += W)
           store(sums + r * stride + j, mul(load(sums + r * stride + j), set1(row_scales[first_row + r])));

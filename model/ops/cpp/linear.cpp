@@ -69,14 +69,9 @@ void panels(const float* a, const T* b, int64_t panel_stride, int64_t count, int
 template <class T>
 void tile_rows(int rows, const float* a, const T* b, int64_t panel_stride, int64_t count, int64_t depth, float* sums,
                int64_t stride, bool fresh) {
-#define CASE(MR)                                                                     \
-  case MR:                                                                           \
-    if constexpr (MR <= MAX_ROWS) panels<MR>(a, b, panel_stride, count, depth, sums, stride, fresh); \
-    break;
-  switch (rows) {
-    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-  }
-#undef CASE
+  with_rows(rows, [&](auto number) {
+    panels<decltype(number)::value>(a, b, panel_stride, count, depth, sums, stride, fresh);
+  });
 }
 
 // Inputs of every tile as float32 [k][rows], so that a tile reads them in order.

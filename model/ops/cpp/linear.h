@@ -2,8 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <memory>
+#include <type_traits>
 
 #include "parallel.h"
 #include "simd.h"
@@ -43,6 +45,35 @@ struct RowTiles {
   int64_t first(int64_t tile) const { return tile * base + std::min(tile, larger); }
   int rows(int64_t tile) const { return static_cast<int>(base + (tile < larger)); }
 };
+
+// Calls body(std::integral_constant<int, rows>) for 1 to MAX_ROWS rows.
+template <class Body>
+INLINE void with_rows(int rows, const Body& body) {
+#define CASE(MR)                                                                          \
+  case MR:                                                                                \
+    if constexpr (MR <= MAX_ROWS) body(std::integral_constant<int, MR>());                \
+    break;
+  switch (rows) {
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+  }
+#undef CASE
+}
+
+// The largest absolute value of some inputs, whose number is a multiple of W, and whether all of them are finite.
+struct Extent {
+  float largest;
+  bool finite;
+};
+template <class In>
+INLINE Extent extent_of(const In* x, int64_t count) {
+  vf largest = zero(), poison = zero();  // x * 0 is NaN for a value that is not finite
+  for (int64_t i = 0; i < count; i += W) {
+    const vf v = load(x + i);
+    largest = max(largest, max(v, sub(zero(), v)));
+    poison = fma(v, zero(), poison);
+  }
+  return {max_lanes(largest), std::isfinite(sum_lanes(poison))};
+}
 
 // Memory that lasts from call to call on one thread, aligned to a cache line; contents are not kept. Users that are alive at the
 // same time on one thread name different purposes.

@@ -85,20 +85,9 @@ INLINE vi pair_dot(vi sum, vi a, vi b) {  // each lane: sum + a.low * b.low + a.
   return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
 #endif
 }
-struct ByteSum {  // per lane of 32 bits: products of four unsigned with four signed bytes
-#if defined(__AVX512VNNI__)
-  vi lanes;
-  INLINE void add(vi weights, vi inputs, bool first) { lanes = _mm512_dpbusd_epi32(first ? set1i(0) : lanes, weights, inputs); }
-  INLINE vi times(int factor) const { return factor == 16 ? shift_left<4>(lanes) : lanes; }
-#else
-  vi words;  // two a lane; their sums must stay in int16
-  INLINE void add(vi weights, vi inputs, bool first) {
-    const vi products = _mm512_maddubs_epi16(weights, inputs);
-    words = first ? products : _mm512_add_epi16(words, products);
-  }
-  INLINE vi times(int factor) const { return _mm512_madd_epi16(words, set1i(factor << 16 | factor)); }
-#endif
-};
+INLINE vi byte_pairs(vi a, vi b) { return _mm512_maddubs_epi16(a, b); }  // unsigned a, signed b; sums of two, int16
+INLINE vi add_words(vi a, vi b) { return _mm512_add_epi16(a, b); }
+INLINE vi word_pairs(vi a, vi b) { return _mm512_madd_epi16(a, b); }
 
 #else
 
@@ -160,16 +149,26 @@ INLINE vi load_int8_as_int16(const int8_t* p) { return _mm256_cvtepi8_epi16(_mm_
 INLINE vi pair_dot(vi sum, vi a, vi b) {  // each lane: sum + a.low * b.low + a.high * b.high, int16 factors
   return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
 }
-struct ByteSum {  // per lane of 32 bits: products of four unsigned with four signed bytes
-  vi words;       // two a lane; their sums must stay in int16
-  INLINE void add(vi weights, vi inputs, bool first) {
-    const vi products = _mm256_maddubs_epi16(weights, inputs);
-    words = first ? products : _mm256_add_epi16(words, products);
-  }
-  INLINE vi times(int factor) const { return _mm256_madd_epi16(words, set1i(factor << 16 | factor)); }
-};
+INLINE vi byte_pairs(vi a, vi b) { return _mm256_maddubs_epi16(a, b); }  // unsigned a, signed b; sums of two, int16
+INLINE vi add_words(vi a, vi b) { return _mm256_add_epi16(a, b); }
+INLINE vi word_pairs(vi a, vi b) { return _mm256_madd_epi16(a, b); }
 
 #endif
+
+struct ByteSum {  // per lane of 32 bits: products of four unsigned with four signed bytes
+#if defined(GEMSERVE_WIDE) && defined(__AVX512VNNI__)
+  vi lanes;
+  INLINE void add(vi weights, vi inputs, bool first) { lanes = _mm512_dpbusd_epi32(first ? set1i(0) : lanes, weights, inputs); }
+  INLINE vi times(int factor) const { return factor == 16 ? shift_left<4>(lanes) : lanes; }
+#else
+  vi words;  // two a lane; their sums must stay in int16
+  INLINE void add(vi weights, vi inputs, bool first) {
+    const vi products = byte_pairs(weights, inputs);
+    words = first ? products : add_words(words, products);
+  }
+  INLINE vi times(int factor) const { return word_pairs(words, set1i(factor << 16 | factor)); }
+#endif
+};
 
 INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 // Keeps a loaded value in a register: the compiler would rather load it again for each use.
