@@ -18,6 +18,7 @@ from tests.http.cache.tiny_server import (
     at_once,
     id_of_text,
     ids,
+    in_one_step,
     tiny_server,
 )
 from tests.http.live_server import LiveServer
@@ -187,7 +188,7 @@ def test_preempted_requests_get_what_they_get_alone(fresh: LiveServer, tiny_fold
     ]
     alone = [ask(fresh, body) for body in bodies]
     with tiny_server(tiny_folder, pool_tokens=448) as tight:  # less than three of the eight at their full length
-        together = at_once(lambda body: ask(tight, body), bodies)
+        together = in_one_step(tight, lambda body: ask(tight, body), bodies)
         assert tight.metric("preemptions_total") > 0
         for got, expected in zip(together, alone, strict=True):
             assert expected.usage["completion_tokens"] == 50

@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.http.cache.tiny_server import Answer, ask, assert_same, at_once, ids, is_empty, tiny_server
+from tests.http.cache.tiny_server import Answer, ask, assert_same, at_once, ids, in_one_step, is_empty, tiny_server
 from tests.http.live_server import LiveServer
 from tests.server.grammar.walks import SCHEMAS
 
@@ -87,7 +87,7 @@ def test_preemption_and_small_chunks_change_nothing(server: LiveServer, tiny_fol
     bodies += [{"prompt": ids(100, 50 + i), "ignore_eos": True, "seed": i, **common} for i in range(3)]
     expected = [ask(server, body) for body in bodies]
     with tiny_server(tiny_folder, pool_tokens=448, max_num_batched_tokens=16) as small:
-        got = at_once(lambda body: ask(small, body), bodies)
+        got = in_one_step(small, lambda body: ask(small, body), bodies)
         preemptions = small.metric("preemptions_total")
     for body, one, other in zip(bodies, got, expected, strict=True):
         assert_same(one, other, usage_too=False)
