@@ -120,6 +120,7 @@ class DecoderLayer(nn.Module):
             pre_feedforward_norm=self.pre_feedforward_norm.scale,
             post_feedforward_norm=self.post_feedforward_norm.scale,
             next_norm=next_norm.scale,
+            is_global=self.is_global,
             num_heads=self.attention.num_heads,
             intermediate_size=self.mlp.down.in_features,
             query_scale=self.attention.query_scale,
@@ -139,9 +140,9 @@ class Gemma3(nn.Module):
         self.final_norm = NormScale(ops, "model.norm.weight", config.hidden_size)
         self.head = Head(ops, config, num_valid_tokens)
         self.operands: list[LayerOperands] = []  # one per layer, once the weights are there
-        self.runs_whole_layers = True  # as one operation, where the backend has it
-        self.local_rotary = RotaryEmbedding(config.head_dim, config.rope_local_theta, 1.0, ops.device)
-        self.global_rotary = RotaryEmbedding(config.head_dim, config.rope_theta, config.rope_scaling_factor, ops.device)
+        self.runs_whole_layers = True  # all as one operation, where the backend has it
+        angles = {False: (config.rope_local_theta, 1.0), True: (config.rope_theta, config.rope_scaling_factor)}
+        self.rotary = RotaryEmbedding(config.head_dim, angles, ops.device)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Every tensor that the network wants, by its name in the checkpoint."""
@@ -206,18 +207,16 @@ class Gemma3(nn.Module):
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         """Final hidden states [n, h], normed, of every token of the batch; writes their keys and values to the cache."""
-        rotary = {True: self.global_rotary(batch.positions), False: self.local_rotary(batch.positions)}
+        rotary = self.rotary(batch.positions)
         metadata = {True: batch.global_attention, False: batch.local_attention}
         layers = self.blocks
         residual = self.embedding(batch.token_ids)  # [n, h]
         hidden = self.ops.rms_norm(residual, layers[0].input_norm.scale, self.config.rms_norm_eps)
-        each_layer = zip(layers, self.operands, cache.layers, self.next_norms(), strict=True)
-        for layer, operands, kept, next_norm in each_layer:
+        if self.runs_whole_layers and self.ops.decoder_layers(self.operands, hidden, residual, rotary, cache.layers, metadata):
+            return hidden
+        for layer, kept, next_norm in zip(layers, cache.layers, self.next_norms(), strict=True):
             kind = layer.is_global
-            if not self.runs_whole_layers or not self.ops.decoder_layer(
-                operands, hidden, residual, rotary[kind], kept.keys, kept.values, metadata[kind]
-            ):
-                hidden = layer(hidden, residual, rotary[kind], kept, metadata[kind], next_norm)
+            hidden = layer(hidden, residual, rotary[kind], kept, metadata[kind], next_norm)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -173,14 +173,17 @@ def _is_like(form: PackedForm, name: str, tensor: torch.Tensor) -> bool:
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary angles in float32: position / factor * theta ** (-2 i / D)."""
+    """Rotary angles in float32, of each kind of layer: position / factor * theta ** (-2 i / D)."""
 
-    def __init__(self, head_dim: int, theta: float, factor: float, device: torch.device) -> None:
+    def __init__(self, head_dim: int, kinds: Mapping[bool, tuple[float, float]], device: torch.device) -> None:
+        """``kinds``: theta and factor, by whether a layer is global."""
         super().__init__()
+        self.kinds = tuple(kinds)
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-        self.inverse_frequencies = 1.0 / (theta**exponents) / factor  # [D / 2]
+        frequencies = [1.0 / (theta**exponents) / factor for theta, factor in kinds.values()]
+        self.inverse_frequencies = torch.stack(frequencies)[:, None, :]  # [kinds, 1, D / 2]
 
-    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions int64 [n] -> cos, sin float32 [n, D / 2]."""
+    def forward(self, positions: torch.Tensor) -> dict[bool, tuple[torch.Tensor, torch.Tensor]]:
+        """positions int64 [n] -> cos, sin float32 [n, D / 2] of each kind."""
         angles = positions[:, None].float() * self.inverse_frequencies
-        return angles.cos(), angles.sin()
+        return dict(zip(self.kinds, zip(angles.cos().unbind(), angles.sin().unbind(), strict=True), strict=True))

@@ -116,7 +116,7 @@ class Settings:
         "auto",
         ("auto", "none", "int8", "int4", "fp8"),
         "Weights of linear layers as they are kept, whatever the checkpoint's own form. none: in --dtype; int8: 8 bits, with a "
-        "scale for 32 inputs on CPUs (what a checkpoint has in 4 or 5 bits stays in 5, times inputs of 8 bits) and for each "
+        "scale for 32 inputs on CPUs (what a checkpoint has in 4 or 5 bits stays so, times inputs of 8 bits) and for each "
         "output on GPUs; int4: 4 bits in groups of 32, times inputs of 8 bits, on CPUs; fp8: weights and their inputs, on GPUs "
         "(Ada, Hopper and later); auto: int8 on a CPU, but in --dtype where that is given; none on a GPU.",
     )

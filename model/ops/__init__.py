@@ -11,13 +11,14 @@ Everything runs under torch.inference_mode().
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
 from model.errors import ConfigError
+from model.kv_cache import LayerCache
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +78,11 @@ class LayerOperands:
     pre_feedforward_norm: torch.Tensor
     post_feedforward_norm: torch.Tensor
     next_norm: torch.Tensor  # of the next block's input, or the final one
+    is_global: bool
     num_heads: int
     intermediate_size: int
     query_scale: float
     eps: float
-    scratch: dict[str, Any] = field(default_factory=dict)  # a backend's own form of all this
 
 
 class Candidates(NamedTuple):
@@ -206,20 +207,20 @@ class Ops(ABC):
         wholly outside the window may be gone (block table entry 0) and must not be read.
         """
 
-    def decoder_layer(
+    def decoder_layers(
         self,
-        layer: LayerOperands,
+        layers: Sequence[LayerOperands],
         hidden: torch.Tensor,
         residual: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        rotary: Mapping[bool, tuple[torch.Tensor, torch.Tensor]],
+        caches: Sequence[LayerCache],
+        metadata: Mapping[bool, AttentionMetadata],
     ) -> bool:
-        """One whole block at once, where a backend can: the same as the single operations, bit for bit.
+        """All blocks in one call, where a backend can: the same as the single operations, bit for bit.
 
-        ``hidden`` [n, h], the normed stream, and ``residual`` [n, h] are updated in place; ``rotary`` is (cos, sin), the rest as
-        in ``paged_attention``. False: the backend has no such form for this batch, and nothing was done.
+        ``hidden`` [n, h], the normed stream, and ``residual`` [n, h] are updated in place; ``caches`` has an entry for each of
+        the ``layers``, and neither changes between calls with the same objects. ``rotary``, which is (cos, sin), and ``metadata``
+        are those of global layers and of others. False: the backend has no such form for this batch, and nothing was done.
         """
         return False
 

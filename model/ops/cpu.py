@@ -6,6 +6,9 @@ batches of MATRIX_ROWS rows and more through torch's own product, which is sever
 Shapes that a kernel does not cover fall back to the reference.
 """
 
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from struct import Struct
 from typing import cast
 
@@ -13,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from model.host import HugePageMemory, cpu_computes_bfloat16
+from model.kv_cache import LayerCache
 from model.ops import AttentionMetadata, Candidates, LayerOperands, LinearRole, LinearWeight, PackedForm
 from model.ops.cpu_build import load_library
 from model.ops.cpu_weights import PackedWeight, WeightStorage, choose_storage, pack_head, pack_weight, put_together, take_apart
@@ -21,8 +25,20 @@ from model.ops.reference import ReferenceOps
 MATRIX_ROWS = 8  # fewer rows are bound by reading the weight, which the kernels do as fast as memory allows
 _ATTENTION = Struct("7q 6q 4q 3q d")  # AttentionArguments in cpp/attention.h
 _ROPE = Struct("9q 5q 4q 2q d")  # RopeArguments in cpp/kernels.h
-_LAYER = Struct("4q 2q 4q 2q 4q 7q q 2d")  # LayerArguments in cpp/layer.cpp
-_STEP = Struct("4q 2q q 3q 4q")  # StepArguments in cpp/layer.cpp
+_LAYER = Struct("4q 2q 4q 2q 4q 5q 2q 2d")  # LayerArguments in cpp/layer.cpp
+_STEPS = Struct("4q 2q q 3q 6q" * 2)  # two StepArguments in cpp/layer.cpp
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stack:
+    """What stays the same from step to step in ``decoder_layers``, for a network and its cache, which it does not keep alive."""
+
+    layers: Sequence[LayerOperands]
+    keys: "weakref.ref[torch.Tensor]"  # of the first layer's cache
+    arguments: bytes  # a LayerArguments for each
+    room: tuple[int, int]  # values that a token takes in each of the two buffers
+    head_dim: int
+    has_plain_weights: bool
 
 
 class CpuOps(ReferenceOps):
@@ -46,6 +62,7 @@ class CpuOps(ReferenceOps):
         self.weights = weights
         self._library = load_library()
         self._memory = HugePageMemory()
+        self._stack: _Stack | None = None
         self._width = int(self._library.vector_width())
         self._is_bfloat16 = int(dtype == torch.bfloat16)
         if use_matrix_hardware is None:
@@ -253,81 +270,73 @@ class CpuOps(ReferenceOps):
         self._library.paged_attention(arguments)
         return output
 
-    def decoder_layer(
+    def decoder_layers(
         self,
-        layer: LayerOperands,
+        layers: Sequence[LayerOperands],
         hidden: torch.Tensor,
         residual: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        metadata: AttentionMetadata,
+        rotary: Mapping[bool, tuple[torch.Tensor, torch.Tensor]],
+        caches: Sequence[LayerCache],
+        metadata: Mapping[bool, AttentionMetadata],
     ) -> bool:
-        weights = (layer.qkv, layer.attention_output, layer.gate_up, layer.down)
-        num_tokens, head_dim = hidden.shape[0], k_cache.shape[3]
-        for_torch = num_tokens >= MATRIX_ROWS and any(cast(PackedWeight, weight).plain is not None for weight in weights)
-        if for_torch or head_dim % (2 * self._width):
+        stack = self._stack
+        if stack is None or stack.layers is not layers or stack.keys() is not caches[0].keys:
+            stack = self._stack = self._stack_of(layers, caches, hidden.shape[1])
+        num_tokens = len(hidden)
+        if stack.head_dim % (2 * self._width) or (num_tokens >= MATRIX_ROWS and stack.has_plain_weights):
             return False
-        arguments = layer.scratch.get("arguments")
-        if arguments is None or layer.scratch["cache"] is not k_cache:
-            arguments = layer.scratch["arguments"] = self._layer_arguments(layer, hidden.shape[1], k_cache, v_cache, metadata)
-            layer.scratch["cache"] = k_cache
-        step = metadata.scratch.get("step")
-        if step is None or metadata.scratch["hidden"] is not hidden:
-            step = metadata.scratch["step"] = self._step_arguments(layer, hidden, residual, rotary, head_dim, metadata)
-            metadata.scratch["hidden"] = hidden
-        self._library.decoder_layer(arguments, step)
-        return True
-
-    def _layer_arguments(
-        self, layer: LayerOperands, hidden_size: int, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata
-    ) -> bytes:
-        weights = (layer.qkv, layer.attention_output, layer.gate_up, layer.down)
-        norms = (layer.q_norm, layer.k_norm, layer.post_attention_norm, layer.pre_feedforward_norm, layer.post_feedforward_norm)
-        return _LAYER.pack(
-            *(cast(PackedWeight, weight).address for weight in weights),
-            *(norm.data_ptr() for norm in (*norms, layer.next_norm)),
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
-            *_strides(k_cache),
-            *_strides(v_cache),
-            hidden_size,
-            layer.intermediate_size,
-            layer.num_heads,
-            *k_cache.shape[2:],
-            metadata.block_size,
-            metadata.window or 0,
-            self._is_bfloat16,
-            layer.eps,
-            layer.query_scale,
-        )
-
-    def _step_arguments(
-        self,
-        layer: LayerOperands,
-        hidden: torch.Tensor,
-        residual: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        head_dim: int,
-        metadata: AttentionMetadata,
-    ) -> bytes:
         assert hidden.is_contiguous()
         assert residual.is_contiguous()
-        num_tokens, hidden_size = hidden.shape
-        query_size, size = layer.num_heads * head_dim, layer.intermediate_size
-        qkv_size = cast(PackedWeight, layer.qkv).out_features
-        first = torch.empty(num_tokens, max(qkv_size, query_size, 2 * size, hidden_size), dtype=hidden.dtype)
-        second = torch.empty(num_tokens, max(query_size, size, hidden_size), dtype=hidden.dtype)
-        cos, sin = rotary[0].contiguous(), rotary[1].contiguous()
-        metadata.scratch["kept"] = (first, second, cos, sin, residual)  # for as long as their addresses are used
-        tensors = (hidden, residual, first, second, cos, sin, metadata.slot_mapping, metadata.block_table)
-        return _STEP.pack(
-            *(tensor.data_ptr() for tensor in (*tensors, metadata.query_start, metadata.context_lens_tensor)),
-            num_tokens,
-            len(metadata.query_lens),
-            metadata.block_table.stride(0),
-            torch.get_num_threads(),
-        )
+        first, second = (torch.empty(num_tokens, size, dtype=hidden.dtype) for size in stack.room)
+        threads = torch.get_num_threads()
+        arguments = []
+        for kind in (False, True):  # the kernel finds them by is_global
+            cos, sin = rotary[kind]
+            of_kind = metadata[kind]
+            assert cos.is_contiguous()
+            assert sin.is_contiguous()
+            arguments += [
+                *(tensor.data_ptr() for tensor in (hidden, residual, first, second, cos, sin, of_kind.slot_mapping)),
+                *(tensor.data_ptr() for tensor in (of_kind.block_table, of_kind.query_start, of_kind.context_lens_tensor)),
+                num_tokens,
+                len(of_kind.query_lens),
+                of_kind.block_table.stride(0),
+                of_kind.block_size,
+                of_kind.window or 0,
+                threads,
+            ]
+        self._library.decoder_layers(stack.arguments, len(layers), _STEPS.pack(*arguments))
+        return True
+
+    def _stack_of(self, layers: Sequence[LayerOperands], caches: Sequence[LayerCache], hidden_size: int) -> _Stack:
+        records, room, has_plain_weights = [], [hidden_size, hidden_size], False
+        for layer, cache in zip(layers, caches, strict=True):
+            weights = [cast(PackedWeight, weight) for weight in (layer.qkv, layer.attention_output, layer.gate_up, layer.down)]
+            norms = (layer.q_norm, layer.k_norm, layer.post_attention_norm, layer.pre_feedforward_norm)
+            records.append(
+                _LAYER.pack(
+                    *(weight.address for weight in weights),
+                    *(norm.data_ptr() for norm in (*norms, layer.post_feedforward_norm, layer.next_norm)),
+                    cache.keys.data_ptr(),
+                    cache.values.data_ptr(),
+                    *_strides(cache.keys),
+                    *_strides(cache.values),
+                    hidden_size,
+                    layer.intermediate_size,
+                    layer.num_heads,
+                    *cache.keys.shape[2:],
+                    layer.is_global,
+                    self._is_bfloat16,
+                    layer.eps,
+                    layer.query_scale,
+                )
+            )
+            query_size = layer.num_heads * cache.keys.shape[3]
+            room[0] = max(room[0], weights[0].out_features, query_size, 2 * layer.intermediate_size)
+            room[1] = max(room[1], query_size, layer.intermediate_size)
+            has_plain_weights |= any(weight.plain is not None for weight in weights)
+        keys = caches[0].keys
+        return _Stack(layers, weakref.ref(keys), b"".join(records), (room[0], room[1]), keys.shape[3], has_plain_weights)
 
     # -- sampling --------------------------------------------------------------------------------------------------------------
 

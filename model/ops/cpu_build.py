@@ -200,7 +200,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "geglu": (pointer, pointer, long, long, int_, int_),
         "qk_norm_rope_cache_write": (arguments,),
         "paged_attention": (arguments,),
-        "decoder_layer": (arguments, arguments),
+        "decoder_layers": (arguments, long, arguments),
         "all_finite": (pointer, long, long, pointer, int_),
         "argmax": (pointer, long, long, pointer, int_),
         "mask_rows": (pointer, pointer, long, long, pointer, int_),
@@ -218,14 +218,16 @@ def _declare(library: ctypes.CDLL) -> None:
         "packed_elements": (long, long),
         "few_bits_panels": (long,),
         "few_bits_panel_bytes": (long, int_),
-        "few_bits_scales": (long, long),
         "sketch_spreads": (long,),
+        "multiply_bytes": (long, int_),
         "greedy": (pointer, pointer, pointer, pointer, int_, long, pointer, int_),
     }
     for name, types in counts.items():
         function = getattr(library, name)
         function.argtypes = types
         function.restype = long
+    library.few_bits_form.argtypes = (int_, int_)
+    library.few_bits_form.restype = int_
 
 
 def main() -> None:

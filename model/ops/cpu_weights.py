@@ -11,8 +11,8 @@ from model.ops import LinearRole, PackedForm
 
 # "exact" keeps weights as they are, in bfloat16 where that loses nothing (half the bytes to read), else in float32. The others
 # round: to bfloat16; to int8 in groups of 32 inputs; to int4 likewise, but the head, whose errors are the logits' own, to int8.
-# What comes from 4 or 5 bits and is to be int8 becomes "int5", which loses nothing by it: 5 bits where they hold the values, 8
-# elsewhere. Few-bit weights are multiplied by inputs of 8 bits, int8 ones by inputs of 16.
+# What comes from 4 or 5 bits and is to be int8 becomes "int5", which loses nothing by it: 4 or 5 bits where they hold the
+# values, 8 elsewhere. Few-bit weights are multiplied by inputs of 8 bits, int8 ones by inputs of 16.
 WeightStorage = Literal["exact", "float32", "bfloat16", "int8", "int4"]
 GROUP = 32  # inputs that share a scale, as in GGUF's Q8_0, Q5_0 and Q4_K
 INT5_SHARE = 0.75  # of the panels must fit 5 bits
@@ -87,13 +87,13 @@ def pack_weight(
     ``keep_plain``: keep the weight as it is, too. ``may_be_int5``: instead of int8, where five bits hold most of it exactly.
     """
     source = weight.contiguous()
-    bits = None
+    forms = None
     if storage == "int4":
-        bits = torch.full((library.few_bits_panels(source.shape[0]),), 4, dtype=torch.uint8)
+        forms = _four_bits(library, source.shape[0])
     elif storage == "int8" and may_be_int5:
-        bits = _bits_needed(library, source)
-        storage = "int8" if bits is None else "int5"
-    data, scales = _room(library, memory, source.shape, storage, bits)
+        forms = _forms_needed(library, source)
+        storage = "int8" if forms is None else "int5"
+    data, scales = _room(library, memory, source.shape, storage, forms)
     packed = _described(source.shape[0], source.shape[1], storage, data, scales, source if keep_plain else None)
     library.pack_linear(packed.address, source.data_ptr(), int(source.dtype == torch.bfloat16), torch.get_num_threads())
     return packed
@@ -105,38 +105,45 @@ def pack_head(library: ctypes.CDLL, memory: HugePageMemory, weight: torch.Tensor
     if storage != "int8":
         return packed
     out_features, in_features = weight.shape
-    num_panels = library.few_bits_panels(out_features)
-    data, scales = _room(library, memory, weight.shape, "int4", torch.full((num_panels,), 4, dtype=torch.uint8))
-    spreads = torch.empty(num_panels, library.sketch_spreads(in_features))
-    sketch = Sketch(_described(out_features, in_features, "int4", data, scales, None), spreads)
+    forms = _four_bits(library, out_features)
+    data, _ = _room(library, memory, weight.shape, "int4", forms)
+    spreads = torch.empty(len(forms), library.sketch_spreads(in_features))
+    sketch = Sketch(_described(out_features, in_features, "int4", data, None, None), spreads)
     library.pack_sketch(sketch.weight.address, sketch.spreads.data_ptr(), packed.address, torch.get_num_threads())
     return replace(packed, sketch=sketch)
 
 
-def _bits_needed(library: ctypes.CDLL, weight: torch.Tensor) -> torch.Tensor | None:
-    """Bits of every panel of an int5 weight, uint8 [panels]; None if it should rather be int8."""
-    bits = torch.empty(library.few_bits_panels(weight.shape[0]), dtype=torch.uint8)
+def _four_bits(library: ctypes.CDLL, out_features: int) -> torch.Tensor:
+    """The forms of panels that all have 4 bits."""
+    return torch.full((library.few_bits_panels(out_features),), library.few_bits_form(4, True), dtype=torch.uint8)
+
+
+def _forms_needed(library: ctypes.CDLL, weight: torch.Tensor) -> torch.Tensor | None:
+    """The forms of every panel of an int5 weight, uint8 [panels]; None if it should rather be int8."""
+    forms = torch.empty(library.few_bits_panels(weight.shape[0]), dtype=torch.uint8)
     is_bfloat16 = int(weight.dtype == torch.bfloat16)
-    library.few_bits_needed(weight.data_ptr(), is_bfloat16, *weight.shape, bits.data_ptr(), torch.get_num_threads())
-    return bits if bool(bits.all()) and int((bits == 5).sum()) >= INT5_SHARE * len(bits) else None
+    library.few_bits_needed(weight.data_ptr(), is_bfloat16, *weight.shape, forms.data_ptr(), torch.get_num_threads())
+    is_few = forms != library.few_bits_form(8, False)
+    return forms if bool(forms.all()) and int(is_few.sum()) >= INT5_SHARE * len(forms) else None
 
 
 def _room(
-    library: ctypes.CDLL, memory: HugePageMemory, shape: torch.Size, storage: str, bits: torch.Tensor | None
+    library: ctypes.CDLL, memory: HugePageMemory, shape: torch.Size, storage: str, forms: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Tensors for the data and the scales. Data of few bits begin with the places of their panels (cpp/few_bits.h)."""
+    """Tensors for the data, and for the scales of int8. Data of few bits begin with the places of their panels and have their
+    scales within (cpp/few_bits.h)."""
     out_features, in_features = shape
-    if bits is None:
+    if forms is None:
         num_elements = library.packed_elements(out_features, in_features)
         data = _empty(memory, num_elements, _ELEMENTS[storage])
         scales = _empty(memory, num_elements // GROUP, torch.float16) if storage == "int8" else None
     else:
-        header = -(-8 * (len(bits) + 1) // 64) * 64
-        sizes = torch.tensor([library.few_bits_panel_bytes(in_features, few) for few in bits.tolist()])
+        header = -(-8 * (len(forms) + 1) // 64) * 64
+        sizes = torch.tensor([library.few_bits_panel_bytes(in_features, form) for form in forms.tolist()])
         places = torch.cat([torch.tensor([header]), header + sizes.cumsum(0)])
         data = _empty(memory, int(places[-1]), torch.uint8)
         data[: places.nbytes] = places.view(torch.uint8)
-        scales = _empty(memory, library.few_bits_scales(out_features, in_features), torch.float16)
+        scales = None
     return data, scales
 
 
@@ -149,7 +156,7 @@ def take_apart(weight: PackedWeight) -> PackedForm:
     tensors = {"data": weight.data, "scales": weight.scales, "plain": weight.plain}
     if weight.sketch is not None:
         sketch = weight.sketch
-        tensors |= {"sketch": sketch.weight.data, "sketch_scales": sketch.weight.scales, "sketch_spreads": sketch.spreads}
+        tensors |= {"sketch": sketch.weight.data, "sketch_spreads": sketch.spreads}
     return PackedForm(
         {"out_features": weight.out_features, "in_features": weight.in_features, "storage": weight.storage},
         {name: tensor for name, tensor in tensors.items() if tensor is not None},
@@ -162,7 +169,7 @@ def put_together(form: PackedForm) -> PackedWeight:
     weight = _described(*sizes, str(values["storage"]), tensors["data"], tensors.get("scales"), tensors.get("plain"))
     if "sketch" not in tensors:
         return weight
-    sketch = _described(*sizes, "int4", tensors["sketch"], tensors["sketch_scales"], None)
+    sketch = _described(*sizes, "int4", tensors["sketch"], None, None)
     return replace(weight, sketch=Sketch(sketch, tensors["sketch_spreads"]))
 
 

@@ -8,7 +8,6 @@ import torch
 from model.config import SIZES
 from model.errors import CheckpointError
 from model.gemma3 import Gemma3
-from model.layers import RotaryEmbedding
 from model.ops import select_ops
 from model.ops.reference import ReferenceOps
 from tests.model.harness import Harness, TestSequence, assert_close
@@ -53,14 +52,14 @@ def test_rotary_scaling_of_the_global_layers_leaves_local_layers_alone() -> None
     model = Gemma3(replace(SIZES["4b"], num_hidden_layers=1, global_layers=(False,)), ops, 10)
     positions = torch.tensor([0, 7, 4096])
     half = SIZES["4b"].head_dim // 2
-    for rotary, theta, factor in ((model.global_rotary, 1e6, 8.0), (model.local_rotary, 1e4, 1.0)):
+    angles_of = model.rotary(positions)
+    for is_global, theta, factor in ((True, 1e6, 8.0), (False, 1e4, 1.0)):
         exponents = torch.arange(half, dtype=torch.float64) / half
         angles = positions[:, None].double() / factor * theta**-exponents
-        cos, sin = rotary(positions)
+        cos, sin = angles_of[is_global]
         # float32 angles of up to 4096 radians carry an error of 4096 * 2^-24
         assert_close(cos.double(), angles.cos(), 5e-4)
         assert_close(sin.double(), angles.sin(), 5e-4)
-    assert isinstance(model.local_rotary, RotaryEmbedding)
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 640**0.5), (torch.bfloat16, 25.25)])

@@ -45,7 +45,7 @@ def test_a_network_of_any_size_is_built_and_planned_without_weights(size: str) -
     attention = model.blocks[0].attention
     assert attention.query_scale == pytest.approx(TABLE[size][-1] ** -0.5)
     assert attention.qkv.out_features == (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
-    scaled, plain = model.global_rotary.inverse_frequencies, model.local_rotary.inverse_frequencies
+    plain, scaled = model.rotary.inverse_frequencies.squeeze(1)
     assert len(scaled) == len(plain) == config.head_dim // 2
     assert scaled[0] == pytest.approx(1 / TABLE[size][-2])
     assert plain[0] == 1.0

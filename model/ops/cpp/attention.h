@@ -11,7 +11,7 @@
 
 namespace gemserve {
 
-constexpr int64_t SPLIT = 256;    // keys of a split: its scores are normalised together, splits are merged in ascending order
+constexpr int64_t SPLIT = 128;    // keys of a split: its scores are normalised together, splits are merged in ascending order
 constexpr int64_t KEY_TILE = 16;  // keys that stay in the first-level cache while all rows of an item pass over them
 constexpr int64_t AHEAD = KEY_TILE;  // keys between a use and its prefetch; what lies beyond a split's keys is prefetched in vain
 constexpr float NEVER = -std::numeric_limits<float>::infinity();

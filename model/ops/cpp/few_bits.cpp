@@ -7,32 +7,47 @@ namespace gemserve {
 namespace {
 
 template <class In>
-void round_tile(const In* x, int64_t k, int rows, int32_t* quads, float* factors) {
+void round_tile(const In* x, int64_t k, int rows, int32_t* quads, float* factors, int32_t* starts) {
   for (int r = 0; r < rows; ++r, x += k)
     for (int64_t g = 0; g < k / GROUP; ++g) {
       const In* from = x + g * GROUP;
       const auto [top, finite] = extent_of(from, GROUP);
       const vf inverse = set1(finite && top > SMALLEST ? 127.0f / top : 0.0f);
       alignas(64) int8_t rounded[GROUP];
-      vi sum = set1i(0);
-      for (int64_t i = 0; i < GROUP; i += W) {
-        const vi v = to_int(max(set1(-127.0f), min(set1(127.0f), mul(load(from + i), inverse))));
-        store_int8(rounded + i, v);
-        sum = addi(sum, v);
+      for (int64_t i = 0; i < GROUP; i += W)
+        store_int8(rounded + i, to_int(max(set1(-127.0f), min(set1(127.0f), mul(load(from + i), inverse)))));
+      int32_t first_two = 0, last_two = 0;  // of every quad
+      for (int64_t q = 0; q < QUADS; ++q) {
+        std::memcpy(quads + (g * QUADS + q) * rows + r, rounded + 4 * q, 4);
+        first_two += rounded[4 * q] + rounded[4 * q + 1];
+        last_two += rounded[4 * q + 2] + rounded[4 * q + 3];
       }
-      for (int64_t q = 0; q < QUADS; ++q) std::memcpy(quads + (g * QUADS + q) * rows + r, rounded + 4 * q, 4);
       const float step = finite ? top / 127.0f : NAN;
       factors[2 * g * rows + r] = step;
-      factors[(2 * g + 1) * rows + r] = step * sum_lanes(to_float(sum));  // exact below 2^24
+      factors[(2 * g + 1) * rows + r] = step * static_cast<float>(first_two + last_two);
+      starts[2 * g * rows + r] = ByteSum::start_of(-8 * first_two, -8 * last_two);
+      starts[(2 * g + 1) * rows + r] = ByteSum::start_of(-16 * first_two, -16 * last_two);
     }
 }
 
 template <class In>
-void round_tiles(const In* x, const RowTiles& tiles, int64_t k, int32_t* quads, float* factors, int threads) {
+void round_tiles(const In* x, const RowTiles& tiles, int64_t k, int32_t* quads, float* factors, int32_t* starts, int threads) {
   parallel_for(tiles.count, tiles.m * k < 65536 ? 1 : threads, 1, [&](int64_t t) {
-    const int64_t first = tiles.first(t);
-    round_tile(x + first * k, k, tiles.rows(t), quads + first * (k / 4), factors + first * (k / GROUP * 2));
+    const int64_t first = tiles.first(t), at = first * (k / GROUP * 2);
+    round_tile(x + first * k, k, tiles.rows(t), quads + first * (k / 4), factors + at, starts + at);
   });
+}
+
+// Calls body(BITS, MIDDLE), both as types.
+template <class Body>
+INLINE void with_form(const Panel& panel, const Body& body) {
+  const auto with_bits = [&](auto bits) { panel.has_middle ? body(bits, std::true_type()) : body(bits, std::false_type()); };
+  if (panel.bits == 4)
+    with_bits(std::integral_constant<int, 4>());
+  else if (panel.bits == 5)
+    with_bits(std::integral_constant<int, 5>());
+  else
+    body(std::integral_constant<int, 8>(), std::false_type());
 }
 
 template <class Out>
@@ -47,16 +62,11 @@ void multiply(const PackedWeight& weight, const RoundedRows& x, Out* out, int th
     for (int64_t t = 0; t < x.tiles.count; ++t) {
       for (int64_t p = 0; p < count; ++p) {
         const Panel panel = panel_of(weight, first_panel + p);
-        with_rows(x.tiles.rows(t), [&](auto rows) {
-          constexpr int MR = decltype(rows)::value;
-          const int32_t* quads = x.quads_of(t);
-          const float* factors = x.factors_of(t);
-          if (panel.bits == 4)
-            few_bits_tile<4, MR>(quads, factors, panel.data, panel.scales, k, sums + p * NR, stride);
-          else if (panel.bits == 5)
-            few_bits_tile<5, MR>(quads, factors, panel.data, panel.scales, k, sums + p * NR, stride);
-          else
-            few_bits_tile<8, MR>(quads, factors, panel.data, panel.scales, k, sums + p * NR, stride);
+        with_form(panel, [&](auto bits, auto has_middle) {
+          with_rows(x.tiles.rows(t), [&](auto rows) {
+            few_bits_tile<decltype(bits)::value, decltype(has_middle)::value, decltype(rows)::value>(
+                x.quads_of(t), x.factors_of(t), x.starts_of(t), panel.data, k, sums + p * NR, stride);
+          });
         });
       }
       const int64_t at = x.tiles.first(t) * weight.n + first_panel * NR;
@@ -71,11 +81,12 @@ RoundedRows round_rows(const void* x, bool x_bf16, int64_t m, int64_t k, int thr
   const RowTiles tiles(m);
   int32_t* quads = workspace<int32_t, kInputs>(m * (k / 4));
   float* factors = workspace<float, kWidened>(m * (k / GROUP * 2));
+  int32_t* starts = workspace<int32_t, kStarts>(m * (k / GROUP * 2));
   if (x_bf16)
-    round_tiles(static_cast<const bf16*>(x), tiles, k, quads, factors, threads);
+    round_tiles(static_cast<const bf16*>(x), tiles, k, quads, factors, starts, threads);
   else
-    round_tiles(static_cast<const float*>(x), tiles, k, quads, factors, threads);
-  return {tiles, k, quads, factors};
+    round_tiles(static_cast<const float*>(x), tiles, k, quads, factors, starts, threads);
+  return {tiles, k, quads, factors, starts};
 }
 
 void linear_few_bits(const PackedWeight& weight, const void* x, bool x_bf16, int64_t m, void* out, bool out_bf16, int threads) {
@@ -87,3 +98,20 @@ void linear_few_bits(const PackedWeight& weight, const void* x, bool x_bf16, int
 }
 
 }  // namespace gemserve
+
+// The arithmetic of few_bits_tile without its memory, to measure what the processor is able to: returns the number of products.
+extern "C" int64_t multiply_bytes(int64_t rounds, int32_t threads) {
+  using namespace gemserve;
+  constexpr int SUMS = 8;
+  parallel_for(threads, threads, 1, [&](int64_t) {
+    alignas(64) int32_t inputs[SUMS] = {};
+    ByteSum sums[SUMS];
+    for (ByteSum& sum : sums) sum.start(set1i(0));
+    for (int64_t i = 0; i < rounds; ++i) {
+      asm volatile("" : : "r"(inputs) : "memory");  // for all the compiler knows, they are others now
+#pragma GCC unroll 8
+      for (int s = 0; s < SUMS; ++s) sums[s].add(set1i(0x01010101), set1i(inputs[s]));
+    }
+  });
+  return rounds * threads * SUMS * 4 * W;
+}

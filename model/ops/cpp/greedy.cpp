@@ -1,9 +1,10 @@
 // The likeliest token of hidden states without all the logits. A sketch of the head, 4 bits a weight, says about where every logit
 // lies; only panels that may hold the largest one are computed as the whole product computes them, to the same bits.
 //
-// What the sketch leaves out is rounding errors, of weights up to half a step and of inputs likewise. They are taken as independent,
-// so that an error of more than DEVIATIONS times their standard deviation does not happen (it has a chance of 10^-15). Where float16
-// scales leave a group errors of one sign, they are taken at their worst.
+// What the sketch leaves out is rounding errors, of weights up to half a step and of inputs likewise. What the errors of a group of
+// weights have in common is taken at its worst; what is left of them is taken as independent of the inputs and of each other. Then an
+// error of more than DEVIATIONS times their standard deviation has a chance of 10^-15, and beside the worst of what is in common one of
+// 10^-8. That is no proof: inputs could follow the errors of one token's weights.
 #include <cmath>
 #include <vector>
 
@@ -13,6 +14,11 @@ namespace gemserve {
 namespace {
 
 constexpr float DEVIATIONS = 8.0f;
+constexpr int64_t SKETCH_BYTES = group_bytes(4, true);
+
+const uint8_t* first_panel_data(const PackedWeight& sketch) {
+  return static_cast<const uint8_t*>(sketch.data) + *static_cast<const int64_t*>(sketch.data);
+}
 
 // A panel's spreads: for each group the mean squares of a feature's errors and of its weights (the mean over the features, times what
 // the largest of them, over all groups, is above it; but at least half of any feature's own), then zeros. Likewise a row's squares: of
@@ -45,35 +51,34 @@ float largest_of_panel(const float* sums, int64_t valid) {
   return *std::max_element(sums, sums + valid);
 }
 
-// Of a feature's group.
+// Of a feature's group. Mean errors m and sums s of the groups' inputs come to sqrt(groups) * sqrt(sum of (m s)^2) at most, where s^2
+// is at most GROUP times the inputs' squares; there is room for twice that.
 struct Spread {
   float of_errors, of_weights;  // mean squares
 };
 Spread spread_of(const PackedWeight& sketch, const PackedWeight& head, int64_t p, int j, int64_t g) {
-  const int64_t at = p * (sketch.k / GROUP) + g;
-  const uint8_t* group = first_panel_data(sketch) + at * group_bytes(4) + j % W * 4;
-  const half* scales = static_cast<const half*>(sketch.scales) + at * SCALES + j;
-  const float step = _cvtsh_ss(scales[0]), low = _cvtsh_ss(scales[NR]);
-  float exact[GROUP], largest = 0.0f, sum = 0.0f, errors = 0.0f, weights = 0.0f;
+  const uint8_t* group = first_panel_data(sketch) + (p * (sketch.k / GROUP) + g) * SKETCH_BYTES;
+  const half* scales = reinterpret_cast<const half*>(group + weights_bytes(4)) + j;
+  const float step = _cvtsh_ss(scales[0]), middle = _cvtsh_ss(scales[NR]);
+  float exact[GROUP], errors = 0.0f, squares = 0.0f, weights = 0.0f;
   int8_group(head, p * NR + j, g, exact);
   for (int64_t i = 0; i < GROUP; ++i) {
-    const float w = low + step * static_cast<float>(group[i / 4 * VECTOR + i % 4] >> j / W * 4 & 15), error = exact[i] - w;
-    largest = std::max(largest, std::fabs(error));
-    sum += error;
-    errors += error * error;
+    const int u = group[i / 4 * VECTOR + j % W * 4 + i % 4] >> j / W * 4 & 15;
+    const float w = middle + step * static_cast<float>(u - centre_of(4)), error = exact[i] - w;
+    errors += error;
+    squares += error * error;
     weights += w * w;
   }
-  // The worst is sqrt(k) times what independent errors add up to; twice its square, for half of that may be left.
-  const bool even = std::fabs(sum) / GROUP <= 0.1f * step;
-  const float worst = 2 * static_cast<float>(sketch.k) * largest * largest / (DEVIATIONS * DEVIATIONS);
-  return {!std::isfinite(errors) ? NAN : even ? errors / GROUP : std::max(errors / GROUP, worst), weights / GROUP};
+  const float mean = errors / GROUP, groups = static_cast<float>(sketch.k / GROUP);
+  const float of_mean = 4 * GROUP * mean * mean * std::max(1.0f, groups / (DEVIATIONS * DEVIATIONS));
+  return {std::isfinite(squares) ? std::max(0.0f, squares / GROUP - mean * mean) + of_mean : NAN, weights / GROUP};
 }
 
-// Where the largest logit of each panel lies at most, of m rows.
+// Where the largest logit of each panel lies at most, of every row.
 struct Bounds {
-  int64_t m;
-  float* values;  // [items][m][PANELS], so that an item's are together
-  float& at(int64_t row, int64_t panel) const { return values[(panel / PANELS * m + row) * PANELS + panel % PANELS]; }
+  int64_t panels;
+  float* values;  // [m][panels]
+  float* of(int64_t row) const { return values + row * panels; }
 };
 
 void bound_panels(const PackedWeight& sketch, const float* spreads, const RoundedRows& x, const float* squares, const Bounds& most,
@@ -81,22 +86,25 @@ void bound_panels(const PackedWeight& sketch, const float* spreads, const Rounde
   const int64_t k = sketch.k, groups = k / GROUP, total = num_panels(sketch.n), items = ceil_div(total, PANELS);
   const int64_t count = spreads_of(k);
   const uint8_t* data = first_panel_data(sketch);
-  const half* scales = static_cast<const half*>(sketch.scales);
   parallel_for(items, threads, std::max<int64_t>(1, items / (threads * 64)), [&](int64_t item) {
-    alignas(64) float sums[MAX_ROWS * NR];
+    alignas(64) float sums[MAX_ROWS * PANELS * NR];
+    const int64_t first = item * PANELS, panels = std::min<int64_t>(PANELS, total - first);
     for (int64_t t = 0; t < x.tiles.count; ++t) {
       const int rows = x.tiles.rows(t);
-      for (int64_t p = item * PANELS; p < std::min((item + 1) * PANELS, total); ++p) {
+      for (int64_t p = 0; p < panels; ++p)
         with_rows(rows, [&](auto number) {
-          few_bits_tile<4, decltype(number)::value>(x.quads_of(t), x.factors_of(t), data + p * groups * group_bytes(4),
-                                                    scales + p * groups * SCALES, k, sums, NR);
+          few_bits_tile<4, true, decltype(number)::value>(x.quads_of(t), x.factors_of(t), x.starts_of(t),
+                                                           data + (first + p) * groups * SKETCH_BYTES, k, sums + p * NR, PANELS * NR);
         });
-        const int64_t valid = std::min<int64_t>(NR, sketch.n - p * NR);
-        for (int r = 0; r < rows; ++r) {
-          const int64_t row = x.tiles.first(t) + r;
+      for (int r = 0; r < rows; ++r) {  // all panels at last, so that none of them waits for another's square root
+        const int64_t row = x.tiles.first(t) + r;
+        for (int64_t p = 0; p < panels; ++p) {
+          const int64_t panel = first + p, valid = std::min<int64_t>(NR, sketch.n - panel * NR);
           vf variance = zero();
-          for (int64_t i = 0; i < count; i += W) variance = fma(load(spreads + p * count + i), load(squares + row * count + i), variance);
-          most.at(row, p) = largest_of_panel(sums + r * NR, valid) + DEVIATIONS * std::sqrt(sum_lanes(variance));
+          for (int64_t i = 0; i < count; i += W)
+            variance = fma(load(spreads + panel * count + i), load(squares + row * count + i), variance);
+          const float room = DEVIATIONS * std::sqrt(sum_lanes(variance));
+          most.of(row)[panel] = largest_of_panel(sums + (r * PANELS + p) * NR, valid) + room;
         }
       }
     }
@@ -129,7 +137,7 @@ extern "C" {
 
 int64_t sketch_spreads(int64_t k) { return spreads_of(k); }
 
-// The sketch (kFewBits, with room for 4 bits) of an int8 head, and its spreads [panels][sketch_spreads].
+// The sketch (kFewBits, with room for 4 bits and middles) of an int8 head, and its spreads [panels][sketch_spreads].
 void pack_sketch(const PackedWeight* sketch, float* spreads, const PackedWeight* head, int32_t threads) {
   pack_plain_four_bits(*sketch, *head, threads);
   const int64_t groups = sketch->k / GROUP;
@@ -173,23 +181,26 @@ int64_t greedy(const PackedWeight* head, const PackedWeight* sketch, const float
       const int64_t row = rounded.tiles.first(t) + r;
       squares_of_row(rounded, t, r, row_scales[row], squares + row * spreads_of(k));
     }
-  const Bounds most{m, workspace<float, kBounds>(ceil_div(total, PANELS) * m * PANELS)};
+  const Bounds most{total, workspace<float, kBounds>(m * total)};
   bound_panels(*sketch, spreads, rounded, squares, most, threads);
 
   // A row's panels are looked at in pieces, so that one row has work for all threads; the most promising one before all others.
   const int64_t pieces = ceil_div(4 * threads, m);
   std::vector<Best> firsts(m), bests(m * pieces);
   parallel_for(m, threads, 1, [&](int64_t row) {
+    const float* bounds = most.of(row);
+    float highest = bounds[0];
     int64_t panel = 0;
     for (int64_t p = 1; p < total; ++p)
-      if (most.at(row, p) > most.at(row, panel)) panel = p;
+      if (bounds[p] > highest) highest = bounds[p], panel = p;
     firsts[row].look_at(*head, panel, pairs + row * (k / 2), row_scales[row]);
   });
   parallel_for(m * pieces, threads, 1, [&](int64_t item) {
     const int64_t row = item / pieces, piece = item % pieces;
     if (!firsts[row].finite) return;
+    const float *bounds = most.of(row), least = firsts[row].value;
     for (int64_t p = piece * total / pieces; p < (piece + 1) * total / pieces; ++p)
-      if (!(most.at(row, p) < firsts[row].value)) bests[item].look_at(*head, p, pairs + row * (k / 2), row_scales[row]);
+      if (!(bounds[p] < least)) bests[item].look_at(*head, p, pairs + row * (k / 2), row_scales[row]);
   });
   int64_t num_computed = 0;
   for (int64_t row = 0; row < m; ++row) {

@@ -20,7 +20,7 @@ using half = uint16_t;  // float16 bits
 // feature j and feature j + W in one 32-bit lane, so that a shift and a mask widen them. int8.cpp and few_bits.h describe the other forms.
 struct PackedWeight {
   void* data;
-  void* scales;  // int8 and few bits only: float16
+  void* scales;  // int8 only: float16
   int64_t n, k;
   int64_t group;  // int8 and few bits only: consecutive inputs that share a scale
   int32_t kind;
@@ -77,7 +77,7 @@ INLINE Extent extent_of(const In* x, int64_t count) {
 
 // Memory that lasts from call to call on one thread, aligned to a cache line; contents are not kept. Users that are alive at the
 // same time on one thread name different purposes.
-enum Purpose { kInputs, kSums, kWidened, kBounds, kExact };
+enum Purpose { kInputs, kSums, kWidened, kStarts, kBounds, kExact };
 template <class T, Purpose purpose>
 T* workspace(int64_t count) {
   struct alignas(64) Line {

@@ -10,23 +10,23 @@ half to_half(float x) { return static_cast<half>(_cvtss_sh(x, _MM_FROUND_TO_NEAR
 
 // A group as it is stored.
 struct Group {
-  half scale, low;
+  half scale, middle;
   uint8_t u[GROUP];
 };
 
-// Rounds to u of [0, highest] with these float16 values, and says how far off that is: the largest error, and the sum of squares. Both
+// Rounds to u of so many bits with these float16 values, and says how far off that is: the largest error, and the sum of squares. Both
 // are infinite where float16 can't hold the values.
 struct Errors {
   float largest = 0.0f, squares = 0.0f;
 };
-Errors round_group(const float* w, float scale, float low, int highest, Group& group) {
+Errors round_group(const float* w, float scale, float middle, int bits, Group& group) {
   group.scale = to_half(scale);
-  group.low = to_half(low);
-  const float step = _cvtsh_ss(group.scale), base = _cvtsh_ss(group.low);
+  group.middle = to_half(middle);
+  const float step = _cvtsh_ss(group.scale), base = _cvtsh_ss(group.middle) - centre_of(bits) * step;
   Errors errors;
   for (int64_t i = 0; i < GROUP; ++i) {
-    const float u = step > 0.0f ? std::nearbyint((w[i] - base) / step) : 0.0f;
-    group.u[i] = static_cast<uint8_t>(std::max(0.0f, std::min(static_cast<float>(highest), u)));
+    const float u = step != 0.0f ? std::nearbyint((w[i] - base) / step) : 0.0f;
+    group.u[i] = static_cast<uint8_t>(std::max(0.0f, std::min(static_cast<float>(2 * centre_of(bits) - 1), u)));
     const float error = std::fabs(base + step * group.u[i] - w[i]);
     errors.largest = std::max(errors.largest, error);
     errors.squares += error * error;
@@ -36,20 +36,28 @@ Errors round_group(const float* w, float scale, float low, int highest, Group& g
 
 // Not a number, so that it shows.
 void poison_group(Group& group) {
-  group.scale = group.low = to_half(NAN);
+  group.scale = group.middle = to_half(NAN);
   std::memset(group.u, 0, GROUP);
 }
 
-// Rounds to the line nearest to values that stand at so many steps above the least one, itself at ``lowest`` steps if zero is one.
-Errors round_to_line(const float* w, const float* steps, bool has_zero, float lowest, Group& group) {
-  float mean_step = has_zero ? -lowest : 0.0f, mean = 0.0f, products = 0.0f, squares = 0.0f;
-  for (int64_t i = 0; i < GROUP && !has_zero; ++i) mean_step += steps[i] / GROUP, mean += w[i] / GROUP;
+// Rounds to the line nearest to values that stand at so many steps from a place.
+Errors round_to_line(const float* w, const float* steps, Group& group) {
+  float mean_step = 0.0f, mean = 0.0f, products = 0.0f, squares = 0.0f;
+  for (int64_t i = 0; i < GROUP; ++i) mean_step += steps[i] / GROUP, mean += w[i] / GROUP;
   for (int64_t i = 0; i < GROUP; ++i) {
     products += (steps[i] - mean_step) * (w[i] - mean);
     squares += (steps[i] - mean_step) * (steps[i] - mean_step);
   }
   const float step = _cvtsh_ss(to_half(products / squares));
-  return round_group(w, step, has_zero ? -16 * step : mean - step * mean_step, 31, group);
+  return round_group(w, step, mean + step * (centre_of(5) - mean_step), 5, group);
+}
+
+// Likewise, the line through zero, which is the place. 16 steps can be below it, or above it as those of a negative scale.
+Errors round_to_line_through_zero(const float* w, const float* steps, Group& group) {
+  float products = 0.0f, squares = 0.0f;
+  for (int64_t i = 0; i < GROUP; ++i) products += steps[i] * w[i], squares += steps[i] * steps[i];
+  const bool turned = *std::max_element(steps, steps + GROUP) > 15;
+  return round_group(w, turned ? -products / squares : products / squares, 0.0f, 5, group);
 }
 
 // Whether a group's values lie on a grid of 32 equal steps, as those of GGUF's 4- and 5-bit types do; what float16 scales and
@@ -58,10 +66,8 @@ Errors round_to_line(const float* w, const float* steps, bool has_zero, float lo
 bool fits_five_bits(const float* w, Group& group) {
   const float least = *std::min_element(w, w + GROUP), most = *std::max_element(w, w + GROUP), range = most - least;
   const float noise = std::max(std::fabs(least), std::fabs(most)) / 128;
-  if (!(range > 0.0f)) {  // one value: zero, or 8 steps above -16 of them
-    const float step = std::fabs(least) / 8;
-    return std::isfinite(least) && round_group(w, step, -16 * step, 31, group).largest <= noise;
-  }
+  if (!(range > 0.0f))  // one value: zero, or 8 steps from it
+    return std::isfinite(least) && round_group(w, -least / 8, 0.0f, 5, group).largest <= noise;
   for (int levels = 1; levels < 32; ++levels) {
     const float step = range / levels, tolerance = std::min(0.125f, noise / step);
     float steps[GROUP];
@@ -72,12 +78,14 @@ bool fits_five_bits(const float* w, Group& group) {
       fits = std::fabs(exact - steps[i]) <= tolerance;
     }
     if (!fits) continue;
-    Errors errors = round_to_line(w, steps, false, 0.0f, group);
+    Errors errors = round_to_line(w, steps, group);
     const float zero_at = least / step, whole = std::nearbyint(zero_at);
-    if (std::fabs(zero_at - whole) <= tolerance && whole >= -16 && whole + levels <= 15) {  // its ends are float16 if its step is
+    if (std::fabs(zero_at - whole) <= tolerance && whole >= -16 && whole + levels <= (whole > -16 ? 16 : 15)) {
+      for (float& place : steps) place += whole;
       Group with_zero;
-      const Errors others = round_to_line(w, steps, true, whole, with_zero);
-      if (others.squares <= errors.squares) errors = others, group = with_zero;
+      const Errors others = round_to_line_through_zero(w, steps, with_zero);
+      if (others.squares <= 2.0f * errors.squares && others.largest <= tolerance * step)  // noise suits the freer line better
+        errors = others, group = with_zero;
     }
     if (errors.largest <= tolerance * step) return true;
   }
@@ -88,41 +96,49 @@ bool fits_five_bits(const float* w, Group& group) {
 bool fits_eight_bits(const float* w, Group& group) {
   float largest = 0.0f;
   for (int64_t i = 0; i < GROUP; ++i) largest = std::max(largest, std::fabs(w[i]));
-  const float step = _cvtsh_ss(to_half(largest / 127));
-  return std::isfinite(round_group(w, step, -128 * step, 255, group).squares);
+  return std::isfinite(round_group(w, largest / 127, 0.0f, 8, group).squares);
+}
+
+// Whether what fits five bits lies on 16 of its 32 steps. Where it can, with the same middle: 8 steps can be below it, or above it
+// as those of a negative scale. Else with the one nearest to it, which float16 holds best.
+bool fits_four_bits(const float* w, const Group& five, Group& group) {
+  const int least = *std::min_element(five.u, five.u + GROUP), most = *std::max_element(five.u, five.u + GROUP);
+  if (most - least >= 16) return false;
+  const float step = _cvtsh_ss(five.scale), middle = _cvtsh_ss(five.middle);
+  const bool turned = most == centre_of(5) + 8 && least > centre_of(5) - 8;
+  const int from = std::max(most - 15, std::min(least, 8));  // the step that becomes the lowest of the 16
+  if (turned || (from == 8 && middle == 0.0f))
+    return std::isfinite(round_group(w, turned ? -step : step, middle, 4, group).squares);
+  float mean = 0.0f;  // of what the middle has to be; rounded to float16 once
+  for (int64_t i = 0; i < GROUP; ++i) mean += (w[i] - step * static_cast<float>(five.u[i] - from - centre_of(4))) / GROUP;
+  return std::isfinite(round_group(w, step, mean, 4, group).squares);
 }
 
 // 16 steps between a low and a high end near the least and the largest value, whichever round the group best. Not a number where
 // float16 can't hold them.
 void round_to_four_bits(const float* w, Group& group) {
-  if (fits_five_bits(w, group)) {
-    const int least = *std::min_element(group.u, group.u + GROUP), most = *std::max_element(group.u, group.u + GROUP);
-    if (most - least < 16) {
-      const int from = most < 24 ? std::min(least, 8) : least;  // -8 steps are a float16 whatever the step is
-      const float step = _cvtsh_ss(group.scale);
-      round_group(w, step, _cvtsh_ss(group.low) + step * from, 15, group);
-      return;
-    }
-  }
+  Group five;
+  if (fits_five_bits(w, five) && fits_four_bits(w, five, group)) return;
   const float least = *std::min_element(w, w + GROUP), range = *std::max_element(w, w + GROUP) - least;
   float best = INFINITY;
   for (int from = 0; from < 4; ++from)
     for (int to = 0; to < 4; ++to) {
       Group candidate;
       const float low = least + range * 0.02f * from, step = range * (1.0f - 0.02f * (from + to)) / 15;
-      const float error = round_group(w, step, low, 15, candidate).squares;
+      const float error = round_group(w, step, low + centre_of(4) * step, 4, candidate).squares;
       if (error < best) best = error, group = candidate;
     }
   if (best == INFINITY) poison_group(group);
 }
 
+// The steps between the least and the largest value; the errors add up to about nothing.
 void round_to_four_bits_plainly(const float* w, Group& group) {
-  const float least = *std::min_element(w, w + GROUP);
-  round_group(w, (*std::max_element(w, w + GROUP) - least) / 15, least, 15, group);
-  const float step = _cvtsh_ss(group.scale), low = _cvtsh_ss(group.low);
+  const float least = *std::min_element(w, w + GROUP), step = (*std::max_element(w, w + GROUP) - least) / 15;
+  round_group(w, step, least + centre_of(4) * step, 4, group);
+  const float scale = _cvtsh_ss(group.scale), middle = _cvtsh_ss(group.middle);
   float error = 0.0f;
-  for (int64_t i = 0; i < GROUP; ++i) error += low + step * group.u[i] - w[i];
-  group.low = to_half(low - error / GROUP);
+  for (int64_t i = 0; i < GROUP; ++i) error += middle + scale * static_cast<float>(group.u[i] - centre_of(4)) - w[i];
+  group.middle = to_half(middle - error / GROUP);
 }
 
 // A weight as it came; zeros beyond the last feature.
@@ -135,51 +151,64 @@ struct Source {
   }
 };
 
+// The rounding of a panel's form. For more than 4 bits, only what ``form_of_panel`` found to fit comes here.
+void round_to(int bits, const float* w, Group& group) {
+  if (bits == 4)
+    round_to_four_bits(w, group);
+  else
+    bits == 5 ? fits_five_bits(w, group) : fits_eight_bits(w, group);
+}
+
 template <class In>
-uint8_t bits_of_panel(const Source<In>& source, int64_t p) {
-  uint8_t bits = 5;
+uint8_t form_of_panel(const Source<In>& source, int64_t p) {
+  bool is_four = true, is_five = true, four_centred = true, five_centred = true;
   float w[GROUP];
-  Group group;
+  Group five, other;
   for (int64_t j = 0; j < NR; ++j)
     for (int64_t g = 0; g < source.k / GROUP; ++g) {
       source(p * NR + j, g, w);
-      if (bits == 5 && !fits_five_bits(w, group)) bits = 8;
-      if (bits == 8 && !fits_eight_bits(w, group)) return 0;
+      is_five = is_five && fits_five_bits(w, five);
+      if (!is_five && !fits_eight_bits(w, other)) return 0;  // what fits five fits eight
+      is_four = is_four && is_five && fits_four_bits(w, five, other);
+      five_centred = five_centred && is_five && _cvtsh_ss(five.middle) == 0.0f;
+      four_centred = four_centred && is_four && _cvtsh_ss(other.middle) == 0.0f;
     }
-  return bits;
+  return is_four ? form_of(4, !four_centred) : is_five ? form_of(5, !five_centred) : form_of(8, false);
 }
 
 void put(const Group& group, int bits, int feature, uint8_t* to) {
   const int upper = feature / W, lane = feature % W * 4;
+  const auto add = [&](int vector, int64_t i, int value) { to[vector * VECTOR + lane + i % 4] |= static_cast<uint8_t>(value); };
   for (int64_t i = 0; i < GROUP; ++i) {
-    const int64_t q = i / 4, at = lane + i % 4;
-    to[q * VECTOR + at] |= static_cast<uint8_t>((group.u[i] & 15) << 4 * upper);
-    if (bits == 5) to[(QUADS + upper) * VECTOR + at] |= static_cast<uint8_t>(group.u[i] >> 4 << q);
-    if (bits == 8) to[(QUADS + q) * VECTOR + at] |= static_cast<uint8_t>(group.u[i] >> 4 << 4 * upper);
+    const int u = group.u[i], q = static_cast<int>(i / 4), first = 5 * upper;
+    if (bits != 5) add(q, i, (u & 15) << 4 * upper);
+    if (bits == 8) add(QUADS + q, i, u >> 4 << 4 * upper);
+    if (bits != 5) continue;
+    add(first + q % 5, i, q < 5 ? u : u >> 2 << 5);
+    if (q == 5 || q == 6) add(first + q - 2, i, (u & 3) << 6);
+    if (q == 7) add(first + 3, i, (u >> 1 & 1) << 5), add(first + 4, i, (u & 1) << 5);
   }
 }
 
 // read(feature, group, w) says what the weight is.
-template <class Read>
-void pack(const PackedWeight& weight, const Read& read, void (*round_to_four)(const float*, Group&), int threads) {
+template <class Read, class Round>
+void pack(const PackedWeight& weight, const Read& read, const Round& round, int threads) {
   const int64_t k = weight.k;
   parallel_for(num_panels(weight.n), threads, 1, [&](int64_t p) {
     const Panel panel = panel_of(weight, p);
     uint8_t* to = const_cast<uint8_t*>(panel.data);
-    half* scales = const_cast<half*>(panel.scales);
-    std::memset(to, 0, k / GROUP * group_bytes(panel.bits));
+    std::memset(to, 0, k / GROUP * panel.stride());
     float w[GROUP];
     Group group;
     for (int j = 0; j < NR; ++j)
       for (int64_t g = 0; g < k / GROUP; ++g) {
         read(p * NR + j, g, w);
-        if (panel.bits == 4)
-          round_to_four(w, group);
-        else
-          panel.bits == 5 ? fits_five_bits(w, group) : fits_eight_bits(w, group);
-        put(group, panel.bits, j, to + g * group_bytes(panel.bits));
-        scales[g * SCALES + j] = group.scale;
-        scales[g * SCALES + NR + j] = group.low;
+        round(panel.bits, w, group);
+        uint8_t* at = to + g * panel.stride();
+        put(group, panel.bits, j, at);
+        half* scales = reinterpret_cast<half*>(at + weights_bytes(panel.bits));
+        scales[j] = group.scale;
+        if (panel.has_middle) scales[NR + j] = group.middle;
       }
   });
 }
@@ -188,14 +217,14 @@ void pack(const PackedWeight& weight, const Read& read, void (*round_to_four)(co
 
 void pack_few_bits(const PackedWeight& weight, const void* source, bool source_bf16, int threads) {
   if (source_bf16)
-    pack(weight, Source<bf16>{static_cast<const bf16*>(source), weight.n, weight.k}, round_to_four_bits, threads);
+    pack(weight, Source<bf16>{static_cast<const bf16*>(source), weight.n, weight.k}, round_to, threads);
   else
-    pack(weight, Source<float>{static_cast<const float*>(source), weight.n, weight.k}, round_to_four_bits, threads);
+    pack(weight, Source<float>{static_cast<const float*>(source), weight.n, weight.k}, round_to, threads);
 }
 
 void pack_plain_four_bits(const PackedWeight& weight, const PackedWeight& int8, int threads) {
   const auto read = [&](int64_t feature, int64_t g, float* w) { int8_group(int8, feature, g, w); };
-  pack(weight, read, round_to_four_bits_plainly, threads);
+  pack(weight, read, [](int, const float* w, Group& group) { round_to_four_bits_plainly(w, group); }, threads);
 }
 
 }  // namespace gemserve
@@ -205,14 +234,15 @@ using namespace gemserve;
 extern "C" {
 
 int64_t few_bits_panels(int64_t n) { return num_panels(n); }
-int64_t few_bits_panel_bytes(int64_t k, int32_t bits) { return k / GROUP * group_bytes(bits); }
-int64_t few_bits_scales(int64_t n, int64_t k) { return num_panels(n) * (k / GROUP) * SCALES; }
+int32_t few_bits_form(int32_t bits, int32_t has_middle) { return form_of(bits, has_middle != 0); }
+int64_t few_bits_panel_bytes(int64_t k, int32_t form) { return k / GROUP * group_bytes(form & 15, form >> 4); }
 
-// The bits that each panel of a weight [n, k] needs: 5 where nothing is lost by it, else 8; 0 where a scale is beyond float16.
-void few_bits_needed(const void* source, int32_t source_bf16, int64_t n, int64_t k, uint8_t* bits, int32_t threads) {
+// The forms (bits, and 16 where there are middles) that the panels of a weight [n, k] need: 4 or 5 bits where nothing is lost by it,
+// else 8; 0 where a scale is beyond float16.
+void few_bits_needed(const void* source, int32_t source_bf16, int64_t n, int64_t k, uint8_t* forms, int32_t threads) {
   parallel_for(num_panels(n), threads, 1, [&](int64_t p) {
-    bits[p] = source_bf16 ? bits_of_panel(Source<bf16>{static_cast<const bf16*>(source), n, k}, p)
-                          : bits_of_panel(Source<float>{static_cast<const float*>(source), n, k}, p);
+    forms[p] = source_bf16 ? form_of_panel(Source<bf16>{static_cast<const bf16*>(source), n, k}, p)
+                           : form_of_panel(Source<float>{static_cast<const float*>(source), n, k}, p);
   });
 }
 

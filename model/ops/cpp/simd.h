@@ -53,8 +53,7 @@ INLINE vi shift_left(vi a) { return _mm512_slli_epi32(a, bits); }
 template <int bits>
 INLINE vi shift_right(vi a) { return _mm512_srli_epi32(a, bits); }
 INLINE vi ori(vi a, vi b) { return _mm512_or_si512(a, b); }
-INLINE vi shift_left_by(vi a, int bits) { return _mm512_slli_epi32(a, bits); }
-INLINE vi shift_right_by(vi a, int bits) { return _mm512_srli_epi32(a, bits); }
+INLINE vi and_not(vi mask, vi a) { return _mm512_andnot_si512(mask, a); }
 INLINE vf load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 INLINE void store_int8(int8_t* p, vi v) {  // saturated
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(v));
@@ -122,8 +121,7 @@ INLINE vi shift_left(vi a) { return _mm256_slli_epi32(a, bits); }
 template <int bits>
 INLINE vi shift_right(vi a) { return _mm256_srli_epi32(a, bits); }
 INLINE vi ori(vi a, vi b) { return _mm256_or_si256(a, b); }
-INLINE vi shift_left_by(vi a, int bits) { return _mm256_slli_epi32(a, bits); }
-INLINE vi shift_right_by(vi a, int bits) { return _mm256_srli_epi32(a, bits); }
+INLINE vi and_not(vi mask, vi a) { return _mm256_andnot_si256(mask, a); }
 INLINE vf load_half(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 INLINE void store_int8(int8_t* p, vi v) {  // saturated
   const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
@@ -155,16 +153,24 @@ INLINE vi word_pairs(vi a, vi b) { return _mm256_madd_epi16(a, b); }
 
 #endif
 
-struct ByteSum {  // per lane of 32 bits: products of four unsigned with four signed bytes
+struct ByteSum {  // per lane of 32 bits: a start, plus products of four unsigned with four signed bytes
 #if defined(GEMSERVE_WIDE) && defined(__AVX512VNNI__)
   vi lanes;
-  INLINE void add(vi weights, vi inputs, bool first) { lanes = _mm512_dpbusd_epi32(first ? set1i(0) : lanes, weights, inputs); }
+  static int32_t start_of(int32_t first_two, int32_t last_two) { return first_two + last_two; }
+  INLINE void start(vi from) { lanes = from; }
+  INLINE void add(vi weights, vi inputs) { lanes = _mm512_dpbusd_epi32(lanes, weights, inputs); }
   INLINE vi times(int factor) const { return factor == 16 ? shift_left<4>(lanes) : lanes; }
 #else
-  vi words;  // two a lane; their sums must stay in int16
-  INLINE void add(vi weights, vi inputs, bool first) {
-    const vi products = byte_pairs(weights, inputs);
-    words = first ? products : add_words(words, products);
+  vi words;  // two a lane; what they come to in the end must be in int16
+  static int32_t start_of(int32_t first_two, int32_t last_two) {
+    return static_cast<int32_t>(static_cast<uint32_t>(last_two) << 16 | (static_cast<uint32_t>(first_two) & 0xffff));
+  }
+  INLINE void start(vi from) { words = from; }
+  INLINE void add(vi weights, vi inputs) {
+    words = add_words(words, byte_pairs(weights, inputs));
+#if !defined(GEMSERVE_EMULATE_AVX512)
+    asm("" : "+v"(words));  // the compiler would rather multiply all, put the products on the stack, and add them up in a tree
+#endif
   }
   INLINE vi times(int factor) const { return word_pairs(words, set1i(factor << 16 | factor)); }
 #endif

@@ -76,7 +76,7 @@ def test_shapes(shape: dict[str, Any], window: int | None, dtype: torch.dtype) -
     assert_equals_reference(attention_case(2, (1, 19, 1), (530, 290, 33), window=window, dtype=dtype, **shape), dtype)
 
 
-@pytest.mark.parametrize("context", [1, 7, 8, 9, 63, 64, 65, 255, 256, 257, 319, 320, 321, 511, 512, 513])
+@pytest.mark.parametrize("context", [1, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257, 319, 320, 321, 511, 512, 513])
 @pytest.mark.parametrize("queries", [1, 2, 9])
 @pytest.mark.parametrize("window", [1, 8, 64, 256])
 def test_edges_of_blocks_windows_and_splits(context: int, queries: int, window: int) -> None:

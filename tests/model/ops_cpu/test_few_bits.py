@@ -7,7 +7,7 @@ import torch
 
 from model.ops.cpu_weights import GROUP, PackedWeight, WeightStorage
 from tests.model.ops_cpu.harness import DTYPES, ROUNDING, cpu_ops, needs_kernels, random_case
-from tests.model.ops_cpu.weights import panel_features, q4_k, q5_0, stored_case, stored_weight
+from tests.model.ops_cpu.weights import panel_features, q4_0, q4_k, q5_0, q5_1, stored_case, stored_weight
 
 pytestmark = needs_kernels
 
@@ -47,11 +47,18 @@ def test_int4_keeps_what_lies_on_16_steps(dtype: torch.dtype) -> None:
     assert (off <= largest * (2.0**-10 if dtype == torch.float32 else 2.0**-7)).all()  # float16 ends and steps; bfloat16 weights
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "group_bytes"),
+    [
+        *((q4_0, dtype, GROUP // 2 + 2) for dtype in DTYPES),
+        *((q4_k, dtype, GROUP // 2 + 2 * 2) for dtype in DTYPES),
+        *((q5_0, dtype, GROUP * 5 // 8 + 2) for dtype in DTYPES),
+        (q5_1, torch.float32, GROUP * 5 // 8 + 2 * 2),
+    ],
+)
 @pytest.mark.parametrize("shape", [(1, 32), (33, 96), (129, 640)])
-@pytest.mark.parametrize("kind", [q5_0, q4_k])
 def test_weights_of_5_bits_and_less_stay_such(
-    kind: Callable[..., torch.Tensor], shape: tuple[int, int], dtype: torch.dtype
+    kind: Callable[..., torch.Tensor], group_bytes: int, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     """A weight is off by what float16 scales (and bfloat16 weights) are, an input by half of a 127th of its group's largest."""
     ops = cpu_ops(dtype, "int8")
@@ -61,11 +68,13 @@ def test_weights_of_5_bits_and_less_stay_such(
     assert packed.storage == "int5"
     num_panels, groups = -(-shape[0] // panel_features(ops)), shape[1] // GROUP
     header = -(-8 * (num_panels + 1) // 64) * 64
-    assert packed.nbytes == header + num_panels * panel_features(ops) * groups * (GROUP * 5 // 8 + 2 * 2)
+    assert packed.nbytes == header + num_panels * panel_features(ops) * groups * group_bytes
     stored = stored_weight(packed).double()
     off = (stored - weight.double()).abs().view(shape[0], groups, GROUP)
     largest = weight.double().abs().view(shape[0], groups, GROUP).amax(-1, keepdim=True)
     assert (off <= largest * (2.0**-10 if dtype == torch.float32 else 2.0**-7)).all()
+    if kind in (q4_0, q5_0) and dtype == torch.float32:
+        assert off.max() == 0
     for rows in (0, 1, 2, 3, 5, 6, 8, 13, 61):
         x, _ = random_case(rows, *shape, dtype, seed=rows)
         tops = x.double().abs().view(rows, groups, GROUP).amax(-1)
@@ -75,6 +84,23 @@ def test_weights_of_5_bits_and_less_stay_such(
         actual = ops.linear(x, packed)
         assert actual.dtype == dtype
         assert ((actual.double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(("lowest", "highest", "offset"), [(-8, 7, 0.0), (0, 15, -0.75), (-16, 15, 0.0), (0, 31, -0.75)])
+def test_the_largest_sums_are_exact(lowest: int, highest: int, offset: float) -> None:
+    """All inputs at 127 steps, nearly all weights at one end of theirs."""
+    ops = cpu_ops(torch.float32, "int8")
+    for end in (lowest, highest):
+        weight = torch.full((40, 64), float(end))
+        for place, step in enumerate((lowest, highest, lowest + 1, lowest + 2, (lowest + highest) // 2)):  # the only grid
+            weight[:, place::GROUP] = step
+        weight = weight / 16 + offset
+        packed = ops.pack_linear(weight, "down")
+        assert isinstance(packed, PackedWeight)
+        assert packed.storage == "int5"
+        for sign in (1.0, -1.0):
+            x = torch.full((3, 64), sign)
+            torch.testing.assert_close(ops.linear(x, packed), x @ weight.T, rtol=1e-5, atol=1e-4)
 
 
 def test_panels_beyond_5_bits_are_kept_in_8_unless_they_are_many() -> None:
@@ -109,7 +135,7 @@ def outliers() -> torch.Tensor:
     [
         pytest.param(random_case(1, 40, 96, torch.float32)[1], id="random"),
         pytest.param(outliers(), id="outliers"),
-        pytest.param(q5_0(40, 96) * 2.0**22, id="steps beyond float16"),
+        pytest.param(q5_0(40, 96) * 2.0**24, id="steps beyond float16"),
         pytest.param(torch.full((40, 96), 1e6), id="one value beyond float16"),
         pytest.param(q5_0(40, 96) * 2.0**-22, id="steps below float16"),
     ],

@@ -146,12 +146,26 @@ ADVERSARIES = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("change", ADVERSARIES, ids=lambda change: str(change.__name__))
-def test_no_head_and_no_input_leads_astray(change, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+def test_odd_heads_and_odd_inputs_do_not_lead_astray(change, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
     ops = cpu_ops(dtype, "int8")
     x, weight = random_case(61, 1003, 640, dtype, seed=1)
     change(x, weight)
     assert_as_the_logits_say(ops, x, weight)
     assert_as_the_logits_say(ops, x[:1], weight)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_what_the_errors_of_a_group_have_in_common_adds_up(sign: int) -> None:
+    """A group's outlier, which meets no input, sets what float16 leaves of the middle: an error that all other weights have."""
+    ops = cpu_ops(torch.float32, "int8")
+    size, in_features = panel_features(ops), 1152
+    x = torch.ones(1, in_features)
+    x[:, ::GROUP], x[:, :GROUP] = 0, 0.1
+    for outlier in torch.linspace(0.94, 1.4, 20).tolist():
+        weight = torch.zeros(2 * size, in_features)
+        weight[3, :GROUP], weight[size + 3, :GROUP] = 1.0, 1.003
+        weight[size + 3, GROUP::GROUP] = outlier * sign
+        assert_as_the_logits_say(ops, x, weight)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,8 +1,11 @@
-"""A decoder block run as a whole is the single operations, bit for bit: hidden state, residual stream and cache."""
+"""Decoder blocks run as a whole are the single operations, bit for bit: hidden state, residual stream and cache."""
+
+from collections.abc import Sequence
 
 import pytest
 import torch
 
+from model.kv_cache import LayerCache
 from model.ops import AttentionMetadata, LayerOperands, Ops
 from model.ops.cpu import CpuOps
 from model.ops.cpu_weights import WeightStorage
@@ -11,13 +14,18 @@ from tests.model.ops_cpu.harness import CPU, DTYPES, attention_case, cpu_ops, ne
 pytestmark = needs_kernels
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, EPS, QUERY_SCALE = 96, 160, 4, 2, 32, 1e-6, 0.2
-BATCHES = [((1,), (1,)), ((1, 1, 1), (15, 160, 17)), ((1, 5, 1, 40), (300, 5, 1, 300)), ((70,), (70,))]
+BATCHES: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+    ((1,), (1,)),
+    ((1, 1, 1), (15, 160, 17)),
+    ((1, 5, 1, 40), (300, 5, 1, 300)),
+    ((70,), (70,)),
+]
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # hidden, residual, keys, values
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
-def operands(ops: Ops, dtype: torch.dtype) -> LayerOperands:
-    generator = torch.Generator().manual_seed(2)
+def operands(ops: Ops, dtype: torch.dtype, *, is_global: bool = False, seed: int = 2) -> LayerOperands:
+    generator = torch.Generator().manual_seed(seed)
 
     def weight(n: int, k: int) -> torch.Tensor:
         return (torch.randn(n, k, generator=generator) * k**-0.5).to(dtype)
@@ -36,6 +44,7 @@ def operands(ops: Ops, dtype: torch.dtype) -> LayerOperands:
         pre_feedforward_norm=scale(HIDDEN),
         post_feedforward_norm=scale(HIDDEN),
         next_norm=scale(HIDDEN),
+        is_global=is_global,
         num_heads=HEADS,
         intermediate_size=INTERMEDIATE,
         query_scale=QUERY_SCALE,
@@ -66,48 +75,89 @@ def random_step(
     return (hidden, residual, case.keys, case.values), (angles.cos(), angles.sin()), case.metadata
 
 
+class Step:
+    """Layers of both kinds, one after the other, and what they compute."""
+
+    def __init__(self, query_lens: tuple[int, ...], context_lens: tuple[int, ...], dtype: torch.dtype) -> None:
+        kinds = {
+            is_global: random_step(query_lens, context_lens, None if is_global else 64, dtype) for is_global in (False, True)
+        }
+        self.states = {kind: state for kind, (state, _, _) in kinds.items()}
+        self.rotary = {False: kinds[False][1], True: (-kinds[True][1][0], kinds[True][1][1])}  # not the same for both
+        self.metadata = {kind: metadata for kind, (_, _, metadata) in kinds.items()}
+
+    def caches(self, layers: Sequence[LayerOperands]) -> list[LayerCache]:
+        return [LayerCache(*(tensor.clone() for tensor in self.states[layer.is_global][2:])) for layer in layers]
+
+    def one_by_one(self, ops: Ops, layers: Sequence[LayerOperands]) -> tuple[torch.Tensor, torch.Tensor, list[LayerCache]]:
+        hidden, residual = self.states[True][:2]
+        caches = []
+        for layer in layers:
+            kind = layer.is_global
+            state = hidden, residual, *self.states[kind][2:]
+            hidden, residual, keys, values = one_by_one(ops, layer, state, self.rotary[kind], self.metadata[kind])
+            caches.append(LayerCache(keys, values))
+        return hidden, residual, caches
+
+    def whole(self, ops: Ops, layers: Sequence[LayerOperands], caches: Sequence[LayerCache]) -> tuple[torch.Tensor, ...] | None:
+        hidden, residual = (tensor.clone() for tensor in self.states[True][:2])
+        done = ops.decoder_layers(layers, hidden, residual, self.rotary, caches, self.metadata)
+        if not done:
+            assert torch.equal(hidden, self.states[True][0])
+            assert torch.equal(residual, self.states[True][1])
+        return (hidden, residual) if done else None
+
+    def assert_same(self, ops: Ops, layers: Sequence[LayerOperands], caches: Sequence[LayerCache]) -> None:
+        hidden, residual, expected = self.one_by_one(ops, layers)
+        whole = self.whole(ops, layers, caches)
+        assert whole is not None
+        pairs = [(whole[0], hidden), (whole[1], residual)]
+        for got, wanted in zip(caches, expected, strict=True):
+            pairs += [(got.keys, wanted.keys), (got.values, wanted.values)]
+        for actual, right in pairs:
+            torch.testing.assert_close(actual, right, rtol=0, atol=0, equal_nan=True)
+
+
+def three_layers(ops: Ops, dtype: torch.dtype) -> list[LayerOperands]:
+    return [operands(ops, dtype, is_global=seed == 1, seed=seed) for seed in range(3)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weights", ["exact", "int8", "int4"])
-@pytest.mark.parametrize("window", [None, 64])
 @pytest.mark.parametrize(("query_lens", "context_lens"), BATCHES)
-def test_a_whole_block_is_its_operations(
-    query_lens: tuple[int, ...], context_lens: tuple[int, ...], window: int | None, weights: WeightStorage, dtype: torch.dtype
+def test_whole_blocks_are_their_operations(
+    query_lens: tuple[int, ...], context_lens: tuple[int, ...], weights: WeightStorage, dtype: torch.dtype
 ) -> None:
     ops = cpu_ops(dtype, weights)
-    layer = operands(ops, dtype)
-    state, rotary, metadata = random_step(query_lens, context_lens, window, dtype)
-    expected = one_by_one(ops, layer, state, rotary, metadata)
-    hidden, residual, keys, values = (tensor.clone() for tensor in state)
-    assert ops.decoder_layer(layer, hidden, residual, rotary, keys, values, metadata)
-    for got, wanted in zip((hidden, residual, keys, values), expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+    step, layers = Step(query_lens, context_lens, dtype), three_layers(ops, dtype)
+    step.assert_same(ops, layers, step.caches(layers))
 
 
-def test_another_cache_and_another_step_are_noticed() -> None:
-    """What is kept between calls, per layer and per step, follows the tensors."""
+def test_another_network_another_cache_and_another_step_are_noticed() -> None:
+    """What is kept between calls follows the objects."""
     ops = cpu_ops(torch.float32)
-    layer = operands(ops, torch.float32)
+    layers = three_layers(ops, torch.float32)
     for query_lens, context_lens in BATCHES:
-        state, rotary, metadata = random_step(query_lens, context_lens, None, torch.float32)
-        expected = one_by_one(ops, layer, state, rotary, metadata)
+        step = Step(query_lens, context_lens, torch.float32)
         for _ in range(2):
-            hidden, residual, keys, values = (tensor.clone() for tensor in state)
-            assert ops.decoder_layer(layer, hidden, residual, rotary, keys, values, metadata)
-            torch.testing.assert_close(keys, expected[2], rtol=0, atol=0, equal_nan=True)
-            assert torch.equal(hidden, expected[0])
+            step.assert_same(ops, layers, step.caches(layers))
+        caches = step.caches(layers[1:])
+        step.assert_same(ops, layers[1:], caches)
+        other = [operands(ops, torch.float32, is_global=layer.is_global, seed=9) for layer in layers[1:]]
+        step.assert_same(ops, other, caches)  # each slot is written anew
 
 
 def test_batches_that_torch_multiplies_and_odd_heads_stay_with_the_operations() -> None:
     ops = CpuOps(CPU, torch.bfloat16, "int8", use_matrix_hardware=True)
-    layer = operands(ops, torch.bfloat16)
-    for num_tokens, whole in ((1, True), (7, True), (8, False)):
-        (hidden, residual, keys, values), rotary, metadata = random_step((num_tokens,), (num_tokens,), None, torch.bfloat16)
-        before = hidden.clone()
-        assert ops.decoder_layer(layer, hidden, residual, rotary, keys, values, metadata) is whole
-        assert torch.equal(hidden, before) is not whole
-    (hidden, residual, keys, values), rotary, metadata = random_step((1,), (1,), None, torch.float32)
+    layers = three_layers(ops, torch.bfloat16)
+    for num_tokens, is_whole in ((1, True), (7, True), (8, False)):
+        step = Step((num_tokens,), (num_tokens,), torch.bfloat16)
+        assert (step.whole(ops, layers, step.caches(layers)) is not None) is is_whole
+    step = Step((1,), (1,), torch.float32)
     reference = reference_ops(torch.float32)
-    assert not reference.decoder_layer(operands(reference, torch.float32), hidden, residual, rotary, keys, values, metadata)
-    narrow = keys[..., :8].contiguous()
+    layers = three_layers(reference, torch.float32)
+    assert step.whole(reference, layers, step.caches(layers)) is None
     plain = cpu_ops(torch.float32)
-    assert not plain.decoder_layer(operands(plain, torch.float32), hidden, residual, rotary, narrow, narrow.clone(), metadata)
+    layers = three_layers(plain, torch.float32)
+    narrow = [LayerCache(cache.keys[..., :8].contiguous(), cache.values[..., :8].contiguous()) for cache in step.caches(layers)]
+    assert step.whole(plain, layers, narrow) is None

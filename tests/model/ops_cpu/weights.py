@@ -9,12 +9,30 @@ from tests.model.ops_cpu.harness import cpu_ops, random_case
 STORAGES = ["float32", "bfloat16", "int8", "int5", "int4"]
 
 
-def q5_0(out_features: int, in_features: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Weights as GGUF's Q5_0 holds them: a float16 scale times [-16, 16) for each group."""
+def q5_0(
+    out_features: int, in_features: int, dtype: torch.dtype = torch.float32, seed: int = 0, *, levels: int = 16
+) -> torch.Tensor:
+    """Weights as GGUF's Q5_0 holds them: a float16 scale, which may be negative, times [-16, 16) for each group."""
     generator = torch.Generator().manual_seed(seed)
-    levels = torch.randint(-16, 16, (out_features, in_features // GROUP, GROUP), generator=generator)
-    scales = (torch.rand(*levels.shape[:2], 1, generator=generator) * 0.01 + 1e-4).half().float()
-    return (levels * scales).view(out_features, in_features).to(dtype)
+    steps = torch.randint(-levels, levels, (out_features, in_features // GROUP, GROUP), generator=generator)
+    scales = (torch.rand(*steps.shape[:2], 1, generator=generator) * 0.01 + 1e-4).half().float()
+    scales[:, ::2] *= -1
+    return (steps * scales).view(out_features, in_features).to(dtype)
+
+
+def q4_0(out_features: int, in_features: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Weights as GGUF's Q4_0 holds them: likewise [-8, 8)."""
+    return q5_0(out_features, in_features, dtype, seed, levels=8)
+
+
+def q5_1(out_features: int, in_features: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Weights as GGUF's Q5_1 holds them: a float16 scale times [0, 32), plus a float16 minimum."""
+    generator = torch.Generator().manual_seed(seed)
+    steps = torch.randint(0, 32, (out_features, in_features // GROUP, GROUP), generator=generator)
+    scales, places = torch.rand(2, *steps.shape[:2], 1, generator=generator)
+    scales = (scales * 0.01 + 1e-4).half().float()
+    minimum = (-32 * scales * places).half().float()
+    return (steps * scales + minimum).view(out_features, in_features).to(dtype)
 
 
 def q4_k(out_features: int, in_features: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
