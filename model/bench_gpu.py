@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from model.bench_step import GREEDY, bytes_read, decode_chunks, decode_work, linears, plan_for
+from model.bench_contexts import decode_chunks, plan_for
+from model.bench_step import GREEDY, bytes_read, decode_work, linears
 from model.config import SIZES, Gemma3Config
 from model.cuda_graphs import padded_sizes
 from model.device_memory import CudaMemory

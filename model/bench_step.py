@@ -3,8 +3,8 @@
 For every number of sequences and context length: the time of a decode step as it runs, then with its operations called one by
 one and timed, and the floor of each part, which is the larger of its bytes over the read bandwidth and its arithmetic over
 the peak (of float32, or of bytes where weights are of few bits), all measured in the same run. Local and global attention are
-listed apart, per layer, so that it shows which of them grows with the context. Keys and values are zeros: their content does
-not matter to the time. Times are medians, in milliseconds.
+listed apart, per layer, so that it shows which of them grows with the context. The model's own text is in the cache
+(model/bench_contexts.py). Times are medians, in milliseconds.
 """
 
 import argparse
@@ -17,16 +17,15 @@ from typing import Any
 
 import torch
 
+from model.bench_contexts import Decodes, write_text
 from model.checkpoint import open_checkpoint
 from model.config import Gemma3Config
-from model.kv_cache_spec import KVCachePlan, KVCacheSpec, ceil_div
 from model.layers import Linear
 from model.ops import AttentionMetadata
-from model.ops.bench_cpu import measure_bandwidth, measure_byte_products, measure_flops
+from model.ops.bench_cpu import PlainRead, measure_byte_products, measure_flops
 from model.ops.cpu_weights import PackedWeight
 from model.runner import ModelRunner
 from model.sampling_params import SamplingParams
-from model.sequence_chunk import SequenceChunk
 
 GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
 DRAWN = SamplingParams(max_tokens=1 << 20, temperature=1.0, top_p=0.95)
@@ -37,15 +36,16 @@ SAMPLING = ("all_finite", "argmax", "top_candidates", "draw")
 class PartTimes:
     """Wraps the operations of a runner's backend, and sums the time that each takes in a step."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
+    def __init__(self, decodes: Decodes) -> None:
+        self.decodes = decodes
         self.seconds: dict[str, float] = defaultdict(float)
         self.steps: list[dict[str, float]] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        ops: Any = self.runner.ops
-        roles = {id(module.packed): module.role for module in self.runner.model.modules() if isinstance(module, Linear)}
+        runner = self.decodes.runner
+        ops: Any = runner.ops
+        roles = {id(module.packed): module.role for module in runner.model.modules() if isinstance(module, Linear)}
 
         def linear(_x: torch.Tensor, weight: object) -> str:
             return f"linear {roles[id(weight)]}"
@@ -59,14 +59,14 @@ class PartTimes:
             "greedy": linear,
             "paged_attention": attention,
         }
-        ops.decoder_layer = lambda *_: False
+        ops.decoder_layers = lambda *_: False
         names |= {name: lambda *_, name=name: name for name in (*ELEMENTWISE, *SAMPLING)}
         for name, part in names.items():
             setattr(ops, name, self._timed(getattr(ops, name), part))
         try:
             yield
         finally:
-            for name in (*names, "decoder_layer"):
+            for name in (*names, "decoder_layers"):
                 delattr(ops, name)
 
     def _timed(self, function: Callable[..., Any], part: Callable[..., str]) -> Callable[..., Any]:
@@ -78,42 +78,16 @@ class PartTimes:
 
         return timed
 
-    def run(self, chunks: list[SequenceChunk]) -> None:
+    def run(self) -> None:
         """One step, recorded."""
         self.seconds.clear()
         start = time.perf_counter()
-        self.runner.run(chunks)
+        self.decodes.run()
         whole = time.perf_counter() - start
         self.steps.append({**self.seconds, "everything else": whole - sum(self.seconds.values()), "step": whole})
 
     def medians(self) -> dict[str, float]:
         return {part: statistics.median(step[part] for step in self.steps) for part in self.steps[0]}
-
-
-def decode_chunks(runner: ModelRunner, num_seqs: int, context: int, sampling: SamplingParams) -> list[SequenceChunk]:
-    """One new token for each sequence, whose context then counts ``context`` tokens."""
-    spec = runner.spec
-    start = context - 1
-    total, local = ceil_div(context, spec.block_size), spec.blocks(start, 1).local_blocks
-    chunks = []
-    for index in range(num_seqs):
-        global_table = list(range(1 + index * total, 1 + (index + 1) * total))
-        local_table = [0] * (total - local) + list(range(1 + index * local, 1 + (index + 1) * local))
-        chunks.append(SequenceChunk([1000 + index], start, global_table, local_table, sampling, samples=True))
-    return chunks
-
-
-def plan_for(spec: KVCacheSpec, num_seqs: int, context: int) -> KVCachePlan:
-    """A cache that holds so many sequences of so many tokens, and no more."""
-    num_global = 1 + num_seqs * ceil_div(context, spec.block_size)
-    num_local = 1 + num_seqs * spec.blocks(context - 1, 1).local_blocks
-    return KVCachePlan(
-        num_global_blocks=num_global,
-        num_local_blocks=num_local,
-        global_bytes=num_global * spec.global_block_bytes,
-        local_bytes=num_local * spec.local_block_bytes,
-        capacity_tokens=(num_global - 1) * spec.block_size,
-    )
 
 
 def decode_work(runner: ModelRunner, num_seqs: int, context: int) -> dict[str, tuple[float, float]]:
@@ -152,11 +126,10 @@ class Floors:
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
-        self.bandwidth = measure_bandwidth()
         self.flops = measure_flops()
         self.byte_products = measure_byte_products()
 
-    def of(self, num_seqs: int, context: int, *, greedy: bool) -> dict[str, tuple[float, float]]:
+    def of(self, num_seqs: int, context: int, bandwidth: float, *, greedy: bool) -> dict[str, tuple[float, float]]:
         """part -> (bytes read, seconds)."""
         work = decode_work(self.runner, num_seqs, context)
         read = {part: num_bytes for part, (num_bytes, _) in work.items()}
@@ -169,23 +142,22 @@ class Floors:
                 read[part] -= packed.nbytes - sketch.nbytes if greedy else sketch.nbytes
             if packed.storage in ("int5", "int4") or (sketch is not None and greedy):
                 computing[part] += products / self.byte_products - 2.0 * products / self.flops
-        return {part: (read[part], max(read[part] / self.bandwidth, computing[part])) for part in work}
+        return {part: (read[part], max(read[part] / bandwidth, computing[part])) for part in work}
 
 
-def report(runner: ModelRunner, floors: Floors, num_seqs: int, context: int, sampling: SamplingParams, budget: float) -> None:
-    spec = runner.spec
-    chunks = decode_chunks(runner, num_seqs, context, sampling)
-    runner.allocate_cache(plan_for(spec, num_seqs, context))
-    step = _median_seconds(lambda: runner.run(chunks), budget)
-    times = PartTimes(runner)
+def report(decodes: Decodes, floors: Floors, num_seqs: int, context: int, sampling: SamplingParams, budget: float) -> None:
+    runner = decodes.runner
+    step, bandwidth = _step_and_bandwidth(decodes, budget)
+    times = PartTimes(decodes)
     with times.recording():
-        _median_seconds(lambda: times.run(chunks), budget)
-    runner.cache = None
+        _repeat(times.run, budget)
     medians = times.medians()
-    floor = floors.of(num_seqs, context, greedy=sampling.greedy)
+    floor = floors.of(num_seqs, context, bandwidth, greedy=sampling.greedy)
     apart, read = medians.pop("step"), sum(num_bytes for num_bytes, _ in floor.values())
     kind = "greedy" if sampling.greedy else f"temperature {sampling.temperature}, top_p {sampling.top_p}"
-    print(f"\n{num_seqs} sequences, {context} tokens of context each, {kind}")
+    print(
+        f"\n{num_seqs} sequences, {context} tokens of context each, {kind}; read bandwidth meanwhile {bandwidth / 1e9:.1f} GB/s"
+    )
     print(f"{'part':<28}{'ms':>9}{'share':>8}{'floor':>9}{'of floor':>10}")
     for part, seconds in medians.items():
         limit = floor[part][1] if part in floor else 0.0
@@ -199,18 +171,33 @@ def report(runner: ModelRunner, floors: Floors, num_seqs: int, context: int, sam
             print(f"  one layer of {part:<15}{medians[part] / layers * 1e3:>9.3f}")
     limit = sum(seconds for _, seconds in floor.values())
     print(f"{'in parts':<28}{apart * 1e3:>9.2f}")
-    print(f"{'step':<28}{step * 1e3:>9.2f}{'':>8}{limit * 1e3:>9.2f}{limit / step:>10.0%}  {read / 1e6:.0f} MB read", flush=True)
+    print(f"{'step':<28}{step * 1e3:>9.2f}{'':>8}{limit * 1e3:>9.2f}{limit / step:>10.0%}")
+    print(f"{read / 1e6:.0f} MB read: {read / bandwidth / step:.0%} of the bandwidth", flush=True)
 
 
-def _median_seconds(function: Callable[[], object], budget: float) -> float:
-    function()
+def _step_and_bandwidth(decodes: Decodes, budget: float) -> tuple[float, float]:
+    """Seconds of a step and bytes per second of plain reads, both medians; they take turns, for a machine's speed may change."""
+    read = PlainRead()
+    steps: list[float] = []
+    reads: list[float] = []
+    decodes.run()
+    end = time.perf_counter() + budget
+    while len(reads) < 5 or time.perf_counter() < end:
+        steps += _repeat(decodes.run, 0.0)
+        read.run()
+        reads += _repeat(read.run, 0.0)
+    return statistics.median(steps), read.nbytes / statistics.median(reads)
+
+
+def _repeat(function: Callable[[], object], budget: float) -> list[float]:
+    """Seconds of each call, of five or as many as the budget allows."""
     taken: list[float] = []
     end = time.perf_counter() + budget
     while len(taken) < 5 or time.perf_counter() < end:
         start = time.perf_counter()
         function()
         taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+    return taken
 
 
 def main() -> None:
@@ -231,13 +218,14 @@ def main() -> None:
         print(
             f"{runner.ops.name}, {runner.dtype}, {torch.get_num_threads()} threads, {runner.weight_bytes / 1e6:.0f} MB of weights"
         )
-        print(
-            f"read bandwidth {floors.bandwidth / 1e9:.1f} GB/s; products per second: {floors.flops / 2e9:.1f}e9 of float32, "
-            f"{floors.byte_products / 1e9:.1f}e9 of bytes"
-        )
+        print(f"products per second: {floors.flops / 2e9:.1f}e9 of float32, {floors.byte_products / 1e9:.1f}e9 of bytes")
+        sampling = DRAWN if arguments.sampled else GREEDY
+        text = write_text(runner, min(max(arguments.contexts), runner.config.sliding_window))
         for num_seqs in arguments.sequences:
             for context in arguments.contexts:
-                report(runner, floors, num_seqs, context, DRAWN if arguments.sampled else GREEDY, arguments.budget)
+                decodes = Decodes(runner, num_seqs, context, sampling, text)
+                report(decodes, floors, num_seqs, context, sampling, arguments.budget)
+                runner.release_cache()
 
 
 if __name__ == "__main__":

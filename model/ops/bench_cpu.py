@@ -36,13 +36,24 @@ def seconds(function: Callable[[], object], budget: float) -> float:
     return min(times)
 
 
+class PlainRead:
+    """Reads memory far larger than the caches, in huge pages where the system gives them."""
+
+    def __init__(self) -> None:
+        self._ops = CpuOps(CPU, torch.float32)
+        self._memory = torch.empty(64, 1 << 20)
+        self.nbytes = self._memory.nbytes
+        load_library().advise_huge_pages(self._memory.data_ptr(), self.nbytes)
+        self._memory.fill_(1.0)
+
+    def run(self) -> None:
+        self._ops.all_finite(self._memory)
+
+
 def measure_bandwidth(budget: float = 1.0) -> float:
-    """Bytes per second of a plain read of memory far larger than the caches, in huge pages where the system gives them."""
-    ops = CpuOps(CPU, torch.float32)
-    memory = torch.empty(64 << 20)
-    load_library().advise_huge_pages(memory.data_ptr(), memory.nbytes)
-    memory.fill_(1.0)
-    return memory.nbytes / seconds(lambda: ops.all_finite(memory.view(64, -1)), budget)
+    """Bytes per second of the best of many plain reads."""
+    read = PlainRead()
+    return read.nbytes / seconds(read.run, budget)
 
 
 def measure_flops(budget: float = 0.5) -> float:
@@ -54,11 +65,10 @@ def measure_flops(budget: float = 0.5) -> float:
 
 
 def measure_byte_products(budget: float = 0.5) -> float:
-    """Products per second of 8-bit inputs and 4-bit weights, all of which stay in cache."""
-    ops = CpuOps(CPU, torch.float32, "int4")
-    packed = ops.pack_linear(torch.randn(512, 256), "down")
-    x = torch.randn(48, 256)
-    return 48 * 512 * 256 / seconds(lambda: ops.linear(x, packed), budget)
+    """Products of bytes per second that the processor's instructions make of what is in registers, on all threads."""
+    library, threads, rounds = load_library(), torch.get_num_threads(), 100_000
+    products: int = library.multiply_bytes(rounds, threads)
+    return products / seconds(lambda: library.multiply_bytes(rounds, threads), budget)
 
 
 def _in_turn(ops: Ops, x: torch.Tensor, weights: list[LinearWeight], role: str) -> Callable[[], object]:

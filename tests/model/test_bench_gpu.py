@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from model import bench_gpu
+from model.bench_contexts import decode_chunks, plan_for
 from model.bench_gpu import BENCHED, TINY, Bench, Card, main, prefill_work, random_runner
-from model.bench_step import decode_chunks, decode_work, plan_for
+from model.bench_step import decode_work
 from model.config import SIZES
 from model.kv_cache_spec import KVCachePlan
 from model.sampling_params import SamplingParams
