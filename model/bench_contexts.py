@@ -13,7 +13,7 @@ from model.block_tables import BlockTableRows
 from model.kv_cache_spec import KVCachePlan, KVCacheSpec, ceil_div
 from model.runner import ModelRunner
 from model.sampling_params import SamplingParams
-from model.sequence_chunk import DecodeChunks, SequenceChunk
+from model.sequence_chunk import ChunkResult, DecodeChunks, SequenceChunk
 
 
 def decode_chunks(runner: ModelRunner, num_seqs: int, context: int, sampling: SamplingParams) -> list[SequenceChunk]:
@@ -82,10 +82,10 @@ class Decodes:
         )
         self.chunks.move(np.full(num_seqs, text[-1], dtype=np.int64), np.full(num_seqs, context - 1, dtype=np.int64))
 
-    def run(self) -> None:
+    def run(self) -> Sequence[ChunkResult]:
         """The step, over and over at the same place."""
         self._tables.next_step()
-        self.runner.run(self.chunks)
+        return self.runner.run(self.chunks)
 
     def _clear_cache(self) -> None:
         assert self.runner.cache is not None
@@ -101,7 +101,7 @@ class Decodes:
         count = min(first.start - begin, len(text) - 1)
         if count:
             token_ids = text[-1 - count : -1]
-            self.runner.run([replace(first, token_ids=token_ids, start=first.start - count, samples=False, pools=True)])
+            self.runner.run([replace(first, token_ids=token_ids, start=first.start - count, samples=False)])
         for layer, is_global in zip(cache.layers, self.runner.config.global_layers, strict=True):
             tables = [chunk.global_block_table if is_global else chunk.local_block_table for chunk in chunks]
             source, *others = ([block for block in table if block] for table in tables)

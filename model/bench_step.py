@@ -11,7 +11,7 @@ import argparse
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -200,7 +200,7 @@ def _repeat(function: Callable[[], object], budget: float) -> list[float]:
     return taken
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=None, help="folder, .gguf file or hub id; the embedded 270M when left out")
     parser.add_argument("--dtype", default="auto")
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[256])
     parser.add_argument("--sampled", action="store_true", help="temperature 1 and top_p 0.95 instead of greedy")
     parser.add_argument("--budget", type=float, default=3.0, help="seconds per table")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     runner = ModelRunner.load(
         open_checkpoint(arguments.model), dtype=arguments.dtype, quantization=arguments.quantization, device="cpu", progress=False
     )

@@ -68,7 +68,8 @@ INLINE vi load_weights(const uint8_t* group, int quad, int upper) {
   return shift_right<3>(ori(three, two));
 }
 
-// sums[MR][stride] = the rows of a tile times one panel.
+// sums[MR][stride] = the rows of a tile times one panel. While the products of a group are added up, the sums of the one before
+// become floating-point numbers: one after the other, these would leave the processor waiting.
 template <int BITS, bool MIDDLE, int MR>
 INLINE void few_bits_tile(const int32_t* x, const float* factors, const int32_t* starts, const uint8_t* b, int64_t k, float* sums,
                           int64_t stride) {
@@ -78,12 +79,37 @@ INLINE void few_bits_tile(const int32_t* x, const float* factors, const int32_t*
   vf kept[2][MR];
   for (int r = 0; r < MR; ++r)
     for (int h = 0; h < 2; ++h) FEW ? void(kept[h][r] = zero()) : store(sums + r * stride + h * W, zero());
+
+  // What is not finished yet: before the first group, sums that add nothing.
+  static constexpr float NOTHING[2 * MR] = {};
+  ByteSum last[H][MR], last_upper[H][MR];
+  for (int h = 0; h < H; ++h)
+    for (int r = 0; r < MR; ++r) last[h][r].start(set1i(0)), last_upper[h][r].start(set1i(0));
+  const float* last_factors = NOTHING;
+  const half* last_scales = reinterpret_cast<const half*>(b + weights_bytes(BITS)) + (2 - H) * W;
+  vf scale[H], middle[H];
+  const auto load_scales = [&]() __attribute__((always_inline)) {
+#pragma GCC unroll 2
+    for (int h = 0; h < H; ++h) {
+      scale[h] = load_half(last_scales + h * W);
+      middle[h] = MIDDLE ? load_half(last_scales + NR + h * W) : zero();
+    }
+  };
+  const auto finish = [&](int first, int h, int r) __attribute__((always_inline)) {
+    const vi total = BITS == 8 ? addi(last[h][r].times(1), last_upper[h][r].times(16)) : last[h][r].times(1);
+    float* to = sums + r * stride + (first + h) * W;
+    vf result = fma(mul(to_float(total), set1(last_factors[r])), scale[h], FEW ? kept[first + h][r] : load(to));
+    if (MIDDLE) result = fma(middle[h], set1(last_factors[MR + r]), result);
+    FEW ? void(kept[first + h][r] = result) : store(to, result);
+  };
+
   for (int64_t g = 0; g < k / GROUP; ++g, b += bytes, x += QUADS * MR, factors += 2 * MR, starts += 2 * MR) {
     if (FEW)
       for (int64_t line = 0; line < bytes; line += 64) prefetch(b + AHEAD + line);
 #pragma GCC unroll 2
     for (int first = 0; first < 2; first += H) {
       asm volatile("" ::: "memory");  // the compiler would rather keep the inputs of both halves, on the stack, than load them twice
+      load_scales();
       ByteSum sum[H][MR], upper[H][MR];
 #pragma GCC unroll 16
       for (int r = 0; r < MR; ++r) {
@@ -95,7 +121,7 @@ INLINE void few_bits_tile(const int32_t* x, const float* factors, const int32_t*
         }
       }
 #pragma GCC unroll 8
-      for (int q = 0; q < QUADS; ++q)
+      for (int q = 0; q < QUADS; ++q) {
 #pragma GCC unroll 2
         for (int h = 0; h < H; ++h) {
           const vi weights = load_weights<BITS>(b, q, first + h);
@@ -107,21 +133,20 @@ INLINE void few_bits_tile(const int32_t* x, const float* factors, const int32_t*
             if (BITS == 8) upper[h][r].add(more, inputs);
           }
         }
-#pragma GCC unroll 2
-      for (int h = 0; h < H; ++h) {
-        const half* scales = reinterpret_cast<const half*>(b + weights_bytes(BITS)) + (first + h) * W;
-        const vf scale = load_half(scales), middle = MIDDLE ? load_half(scales + NR) : zero();
-#pragma GCC unroll 16
-        for (int r = 0; r < MR; ++r) {
-          const vi total = BITS == 8 ? addi(sum[h][r].times(1), upper[h][r].times(16)) : sum[h][r].times(1);
-          float* to = sums + r * stride + (first + h) * W;
-          vf result = fma(mul(to_float(total), set1(factors[r])), scale, FEW ? kept[first + h][r] : load(to));
-          if (MIDDLE) result = fma(middle, set1(factors[MR + r]), result);
-          FEW ? void(kept[first + h][r] = result) : store(to, result);
-        }
+#pragma GCC unroll 4
+        for (int i = q * H * MR / QUADS; i < (q + 1) * H * MR / QUADS; ++i) finish(FEW ? 0 : 1 - first, i / MR, i % MR);
       }
+#pragma GCC unroll 2
+      for (int h = 0; h < H; ++h)
+#pragma GCC unroll 16
+        for (int r = 0; r < MR; ++r) last[h][r] = sum[h][r], last_upper[h][r] = upper[h][r];
+      last_factors = factors;
+      last_scales = reinterpret_cast<const half*>(b + weights_bytes(BITS)) + first * W;
     }
   }
+  load_scales();
+#pragma GCC unroll 16
+  for (int i = 0; i < H * MR; ++i) finish(2 - H, i / MR, i % MR);
   for (int r = 0; r < MR && FEW; ++r)
     for (int h = 0; h < 2; ++h) store(sums + r * stride + h * W, kept[h][r]);
 }
