@@ -33,20 +33,14 @@ def plan_for(spec: KVCacheSpec, num_seqs: int, context: int) -> KVCachePlan:
     """A cache that holds so many sequences of so many tokens, and no more."""
     num_global = 1 + num_seqs * ceil_div(context, spec.block_size)
     num_local = 1 + num_seqs * spec.blocks(context - 1, 1).local_blocks
-    return KVCachePlan(
-        num_global_blocks=num_global,
-        num_local_blocks=num_local,
-        global_bytes=num_global * spec.global_block_bytes,
-        local_bytes=num_local * spec.local_block_bytes,
-        capacity_tokens=(num_global - 1) * spec.block_size,
-    )
+    return spec.plan_of_blocks(num_global, num_local)
 
 
 def write_text(runner: ModelRunner, num_tokens: int) -> list[int]:
     """So many tokens of what the model writes after <bos> at temperature 1. Leaves no cache behind."""
-    plan = plan_for(runner.spec, 1, num_tokens)
-    table = list(range(1, plan.num_global_blocks))
-    runner.allocate_cache(replace(plan, num_local_blocks=plan.num_global_blocks))  # no block is recycled
+    num_blocks = 1 + ceil_div(num_tokens, runner.spec.block_size)
+    table = list(range(1, num_blocks))
+    runner.allocate_cache(runner.spec.plan_of_blocks(num_blocks, num_blocks))  # no block is recycled
     sampling = SamplingParams(max_tokens=num_tokens, temperature=1.0, seed=0)
     token_ids = [runner.config.bos_token_id]
     for position in range(num_tokens - 1):

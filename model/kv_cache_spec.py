@@ -125,6 +125,10 @@ class KVCacheSpec:
         if prefix_caching:
             useful *= 2
         num_global = min(useful, rest // self.global_block_bytes) if self.global_block_bytes else useful
+        return self.plan_of_blocks(num_global, num_local)
+
+    def plan_of_blocks(self, num_global: int, num_local: int) -> KVCachePlan:
+        """Pools of so many blocks, their null blocks included."""
         return KVCachePlan(
             num_global_blocks=num_global,
             num_local_blocks=num_local,

@@ -1,5 +1,7 @@
 """The likeliest token without all the logits: always the one that the logits say, for heads and inputs of every kind."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -146,7 +148,9 @@ ADVERSARIES = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("change", ADVERSARIES, ids=lambda change: str(change.__name__))
-def test_odd_heads_and_odd_inputs_do_not_lead_astray(change, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+def test_odd_heads_and_odd_inputs_do_not_lead_astray(
+    change: Callable[[torch.Tensor, torch.Tensor], None], dtype: torch.dtype
+) -> None:
     ops = cpu_ops(dtype, "int8")
     x, weight = random_case(61, 1003, 640, dtype, seed=1)
     change(x, weight)
