@@ -105,7 +105,7 @@ def random_runner(config: Gemma3Config, device: torch.device, dtype: torch.dtype
             (name, torch.empty(slot.shape, dtype=dtype, device=device).normal_(std=WEIGHT_SCALE))
             for name, slot in model.weight_slots().items()
         )
-    return ModelRunner(model, config.kv_cache_spec(BLOCK_SIZE, dtype.itemsize), ops)
+    return ModelRunner(model, config.kv_cache_spec(BLOCK_SIZE, ops.cache_dtype.itemsize), ops)
 
 
 def prefill_work(runner: ModelRunner, num_tokens: int) -> dict[str, tuple[float, float]]:

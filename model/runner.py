@@ -105,12 +105,12 @@ class ModelRunner:
         target = resolve_device(device)
         torch_dtype = resolve_dtype(dtype, target)
         config = checkpoint.config if shard is None else shard.config
-        spec = config.kv_cache_spec(block_size, torch_dtype.itemsize)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         began = time.monotonic()
         ops = select_ops(target, torch_dtype, resolve_quantization(quantization, dtype))
         compile_seconds = time.monotonic() - began
+        spec = config.kv_cache_spec(block_size, ops.cache_dtype.itemsize)
         num_valid_tokens = min(config.vocab_size, num_valid_tokens or config.vocab_size)
         advice = "Choose --quantization int8, a smaller model or a device with more memory."
         with torch.inference_mode(), remedy("the weights", advice):
@@ -131,7 +131,7 @@ class ModelRunner:
         """Make the tensors of both pools. Raises ConfigError when the device has no room for them."""
         self._graphs = None  # they hold the addresses of the cache before
         try:
-            self.cache = KVCache(self.config, plan, self.spec.block_size, self.ops.dtype, self.ops.device)
+            self.cache = KVCache(self.config, plan, self.spec.block_size, self.ops.cache_dtype, self.ops.device)
         except (RuntimeError, MemoryError) as error:
             size = (plan.global_bytes + plan.local_bytes) / 2**30
             setting = "--kv-cache-memory"

@@ -112,6 +112,11 @@ class Ops(ABC):
         """How linear weights are kept: "none", "int8", "int4" or "fp8"."""
         return "none"
 
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Type of the keys and values that attention reads: the compute dtype, or bfloat16 where weights are rounded, too."""
+        return self.dtype
+
     # -- linear layers ---------------------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -191,8 +196,8 @@ class Ops(ABC):
         qkv [n, (Hq + 2 Hkv) * D] in the compute dtype: queries, keys, values. q_scale, k_scale float32 [D] (1 + weight).
         cos, sin float32 [n, D / 2] of each token's angles: for x = [x1, x2] split in halves (rotate-half),
         [x1 cos - x2 sin, x2 cos + x1 sin]. Norm and rotation run in float32 and are rounded once. Values are written as they are.
-        k_cache, v_cache [num_blocks, B, Hkv, D], each possibly a strided view whose last two axes are contiguous.
-        slot_mapping int64 [n].
+        k_cache, v_cache [num_blocks, B, Hkv, D] in the compute dtype or ``cache_dtype``, each possibly a strided view whose last
+        two axes are contiguous. slot_mapping int64 [n].
         """
 
     @abstractmethod

@@ -23,9 +23,9 @@ from model.ops.cpu_weights import PackedWeight, WeightStorage, choose_storage, p
 from model.ops.reference import ReferenceOps
 
 MATRIX_ROWS = 8  # fewer rows are bound by reading the weight, which the kernels do as fast as memory allows
-_ATTENTION = Struct("7q 6q 4q 3q d")  # AttentionArguments in cpp/attention.h
-_ROPE = Struct("9q 5q 4q 2q d")  # RopeArguments in cpp/kernels.h
-_LAYER = Struct("4q 2q 4q 2q 4q 5q 2q 2d")  # LayerArguments in cpp/layer.cpp
+_ATTENTION = Struct("7q 6q 4q 4q d")  # AttentionArguments in cpp/attention.h
+_ROPE = Struct("9q 5q 4q 3q d")  # RopeArguments in cpp/kernels.h
+_LAYER = Struct("4q 2q 4q 2q 4q 5q 3q 2d")  # LayerArguments in cpp/layer.cpp
 _STEPS = Struct("4q 2q q 3q 6q" * 2)  # two StepArguments in cpp/layer.cpp
 
 
@@ -76,6 +76,10 @@ class CpuOps(ReferenceOps):
     @property
     def quantization(self) -> str:
         return self.weights if self.weights in ("int8", "int4") else "none"
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        return self.dtype if self.quantization == "none" else torch.bfloat16
 
     # -- linear layers ---------------------------------------------------------------------------------------------------------
 
@@ -231,6 +235,7 @@ class CpuOps(ReferenceOps):
             *_strides(k_cache),
             *_strides(v_cache),
             self._is_bfloat16,
+            _is_bfloat16(k_cache),
             torch.get_num_threads(),
             eps,
         )
@@ -264,6 +269,7 @@ class CpuOps(ReferenceOps):
             *_strides(v_cache),
             metadata.window or 0,
             self._is_bfloat16,
+            _is_bfloat16(k_cache),
             torch.get_num_threads(),
             scale,
         )
@@ -327,6 +333,7 @@ class CpuOps(ReferenceOps):
                     *cache.keys.shape[2:],
                     layer.is_global,
                     self._is_bfloat16,
+                    _is_bfloat16(cache.keys),
                     layer.eps,
                     layer.query_scale,
                 )
@@ -402,6 +409,10 @@ class CpuOps(ReferenceOps):
             torch.get_num_threads(),
         )
         return result
+
+
+def _is_bfloat16(cache: torch.Tensor) -> bool:
+    return cache.dtype == torch.bfloat16
 
 
 def _strides(cache: torch.Tensor) -> tuple[int, int]:

@@ -149,11 +149,11 @@ class ReferenceOps(Ops):
         num_heads = heads.shape[1] - 2 * num_kv_heads
         query, key, value = heads.tensor_split((num_heads, num_heads + num_kv_heads), dim=1)
         query = _rotate(_rms_norm_float32(query, q_scale, eps), cos, sin).to(qkv.dtype)
-        key = _rotate(_rms_norm_float32(key, k_scale, eps), cos, sin).to(qkv.dtype)
+        key = _rotate(_rms_norm_float32(key, k_scale, eps), cos, sin).to(k_cache.dtype)
         block = slot_mapping // block_size
         offset = slot_mapping % block_size
         k_cache.index_put_((block, offset), key)
-        v_cache.index_put_((block, offset), value)
+        v_cache.index_put_((block, offset), value.to(v_cache.dtype))
         return query
 
     def paged_attention(

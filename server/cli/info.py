@@ -84,7 +84,9 @@ def report_for(settings: Settings) -> "PlanReport":
     if dtype == "auto":
         dtype = "bfloat16" if settings.device == "cuda" or cpu_computes_bfloat16() else "float32"
     size = settings.tensor_parallel_size
-    spec = divided_config(config, size).kv_cache_spec(settings.block_size, DTYPE_SIZES[dtype])
+    rounds_weights = settings.quantization in ("int8", "int4") or (settings.quantization, settings.dtype) == ("auto", "auto")
+    cache_dtype = "bfloat16" if settings.device != "cuda" and rounds_weights else dtype  # as the kernels of CPUs have it
+    spec = divided_config(config, size).kv_cache_spec(settings.block_size, DTYPE_SIZES[cache_dtype])
     weight_bytes = rank_parameter_count(config, size, config.tie_word_embeddings) * DTYPE_SIZES[dtype]
     max_model_len = min(settings.max_model_len or config.max_position_embeddings, config.max_position_embeddings)
     plan = spec.plan(

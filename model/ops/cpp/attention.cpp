@@ -25,13 +25,14 @@ class Attention {
   explicit Attention(const AttentionArguments& arguments)
       : a(arguments), group(a.num_heads / a.kv_heads), threads(static_cast<int>(a.threads)) {}
 
-  template <class T>
+  template <class Activation, class Cache>
   void run() {
     plan();
     partial_values.resize(num_partial * a.head_dim);
     partial_states.resize(num_partial);
-    parallel_for(static_cast<int64_t>(items.size()), worth_sharing() ? threads : 1, 1, [&](int64_t i) { run_item<T>(items[i]); });
-    if (num_partial) parallel_for(static_cast<int64_t>(heads.size()), 1, 1, [&](int64_t i) { merge_item<T>(heads[i]); });
+    const auto run_one = [&](int64_t i) { run_item<Activation, Cache>(items[i]); };
+    parallel_for(static_cast<int64_t>(items.size()), worth_sharing() ? threads : 1, 1, run_one);
+    if (num_partial) parallel_for(static_cast<int64_t>(heads.size()), 1, 1, [&](int64_t i) { merge_item<Activation>(heads[i]); });
   }
 
  private:
@@ -101,7 +102,7 @@ class Attention {
     return static_cast<const T*>(a.query) + (token * a.num_heads + item.kv_head * group + row % group) * a.head_dim;
   }
 
-  template <class T>
+  template <class Activation, class Cache>
   void run_item(const Item& item) {
     thread_local Scratch own;
     Scratch* address = &own;
@@ -115,16 +116,16 @@ class Attention {
     scratch.states.assign(padded, {NEVER, 0.0f});
     scratch.split_states.resize(padded);
     for (int64_t r = 0; r < rows; ++r) {
-      const T* from = query_row<T>(item, r);
+      const Activation* from = query_row<Activation>(item, r);
       float* to = scratch.query.data() + r * a.head_dim;
       for (int64_t d = 0; d < a.head_dim; d += W) store(to + d, mul(load(from + d), set1(static_cast<float>(a.scale))));
     }
-    for (int64_t split = item.first_split; split <= item.last_split; ++split) run_split<T>(item, split, rows, scratch);
+    for (int64_t split = item.first_split; split <= item.last_split; ++split) run_split<Cache>(item, split, rows, scratch);
     if (item.partial >= 0) {
       std::copy_n(scratch.values.begin(), rows * a.head_dim, partial_values.begin() + item.partial * a.head_dim);
       std::copy_n(scratch.states.begin(), rows, partial_states.begin() + item.partial);
     } else {
-      finish<T>(item, rows, scratch.values.data(), scratch.states.data());
+      finish<Activation>(item, rows, scratch.values.data(), scratch.states.data());
     }
   }
 
@@ -214,7 +215,9 @@ class Attention {
 extern "C" void paged_attention(const gemserve::AttentionArguments* arguments) {
   gemserve::Attention attention(*arguments);
   if (arguments->is_bf16)
-    attention.run<gemserve::bf16>();
+    attention.run<gemserve::bf16, gemserve::bf16>();
+  else if (arguments->cache_is_bf16)
+    attention.run<float, gemserve::bf16>();
   else
-    attention.run<float>();
+    attention.run<float, float>();
 }

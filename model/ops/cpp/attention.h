@@ -28,7 +28,7 @@ struct AttentionArguments {
   int64_t num_seqs, table_stride, block_size, num_heads, kv_heads, head_dim;
   int64_t k_block_stride, k_slot_stride, v_block_stride, v_slot_stride;  // in elements
   int64_t window;              // 0: none
-  int64_t is_bf16, threads;
+  int64_t is_bf16, cache_is_bf16, threads;  // bfloat16 queries come with a bfloat16 cache
   double scale;
 };
 
@@ -67,8 +67,10 @@ INLINE void score_keys(const float* query, const T* cache, const int64_t* offset
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = zero();
     for (int64_t d = 0; d < head_dim; d += W) {
-      prefetch(next_one + d);
-      prefetch(next_two + d);
+      if (d * sizeof(T) % 64 == 0) {  // once a cache line
+        prefetch(next_one + d);
+        prefetch(next_two + d);
+      }
       const vf a = load(one + d), b = load(two + d);
 #pragma GCC unroll 4
       for (int r = 0; r < ROWS; ++r) {

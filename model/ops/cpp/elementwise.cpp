@@ -83,8 +83,8 @@ void geglu_rows(const T* gate_up, T* out, int64_t n, int64_t size, int threads) 
 
 namespace {
 
-template <class T>
-INLINE void norm_rotate(const T* x, const float* scale, const float* cos, const float* sin, int64_t head_dim, float eps, T* out) {
+template <class In, class Out>
+INLINE void norm_rotate(const In* x, const float* scale, const float* cos, const float* sin, int64_t head_dim, float eps, Out* out) {
   const vf factor = set1(inverse_rms(x, head_dim, eps));
   const int64_t half = head_dim / 2;
   for (int64_t i = 0; i < half; i += W) {
@@ -96,7 +96,7 @@ INLINE void norm_rotate(const T* x, const float* scale, const float* cos, const 
   }
 }
 
-template <class T>
+template <class T, class Cache>
 void norm_rotate_write(const RopeArguments& a) {
   const int64_t heads = a.num_heads + 2 * a.kv_heads, half = a.head_dim / 2;
   const int threads = a.n * heads * a.head_dim < SHARED_WORK ? 1 : static_cast<int>(a.threads);
@@ -105,13 +105,13 @@ void norm_rotate_write(const RopeArguments& a) {
     const float *cos = a.cos + token * half, *sin = a.sin + token * half;
     const int64_t block = a.slots[token] / a.block_size, place = a.slots[token] % a.block_size;
     T* query = static_cast<T*>(a.query) + token * a.num_heads * a.head_dim;
-    T* key = static_cast<T*>(a.k_cache) + block * a.k_block_stride + place * a.k_slot_stride;
-    T* value = static_cast<T*>(a.v_cache) + block * a.v_block_stride + place * a.v_slot_stride;
+    Cache* key = static_cast<Cache*>(a.k_cache) + block * a.k_block_stride + place * a.k_slot_stride;
+    Cache* value = static_cast<Cache*>(a.v_cache) + block * a.v_block_stride + place * a.v_slot_stride;
     for (int64_t h = 0; h < a.num_heads; ++h, from += a.head_dim)
       norm_rotate(from, a.q_scale, cos, sin, a.head_dim, static_cast<float>(a.eps), query + h * a.head_dim);
     for (int64_t h = 0; h < a.kv_heads; ++h, from += a.head_dim)
       norm_rotate(from, a.k_scale, cos, sin, a.head_dim, static_cast<float>(a.eps), key + h * a.head_dim);
-    std::copy_n(from, a.kv_heads * a.head_dim, value);
+    for (int64_t i = 0; i < a.kv_heads * a.head_dim; i += W) store(value + i, load(from + i));
   });
 }
 
@@ -148,9 +148,11 @@ void geglu(const void* gate_up, void* out, int64_t n, int64_t size, int32_t is_b
 
 void qk_norm_rope_cache_write(const RopeArguments* arguments) {
   if (arguments->is_bf16)
-    norm_rotate_write<bf16>(*arguments);
+    norm_rotate_write<bf16, bf16>(*arguments);
+  else if (arguments->cache_is_bf16)
+    norm_rotate_write<float, bf16>(*arguments);
   else
-    norm_rotate_write<float>(*arguments);
+    norm_rotate_write<float, float>(*arguments);
 }
 
 }  // extern "C"

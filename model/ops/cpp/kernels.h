@@ -1,4 +1,4 @@
-// Kernels that decoder_layer (layer.cpp) calls besides their being called one by one, and the records that they take. The records
+// Kernels that decoder_layers (layer.cpp) calls besides their being called one by one, and the records that they take. The records
 // are laid out as the caller packs them (model/ops/cpu.py): 64-bit fields only.
 #pragma once
 
@@ -19,7 +19,7 @@ struct RopeArguments {
   const int64_t* slots;  // [n]
   int64_t n, num_heads, kv_heads, head_dim, block_size;
   int64_t k_block_stride, k_slot_stride, v_block_stride, v_slot_stride;  // in elements
-  int64_t is_bf16, threads;
+  int64_t is_bf16, cache_is_bf16, threads;  // bfloat16 activations come with a bfloat16 cache
   double eps;
 };
 

@@ -12,7 +12,7 @@ struct LayerArguments {
   void *k_cache, *v_cache;
   int64_t k_block_stride, k_slot_stride, v_block_stride, v_slot_stride;  // in elements
   int64_t hidden_size, intermediate_size, num_heads, kv_heads, head_dim;
-  int64_t is_global, is_bf16;
+  int64_t is_global, is_bf16, cache_is_bf16;
   double eps, scale;
 };
 
@@ -32,12 +32,13 @@ static void decoder_layer(const LayerArguments& l, const StepArguments& s) {
   linear(l.qkv, s.hidden, is_bf16, s.n, s.first, is_bf16, threads);
   const RopeArguments rope{s.first, l.q_scale, l.k_scale, s.cos, s.sin, s.second, l.k_cache, l.v_cache, s.slots,
                            s.n, l.num_heads, l.kv_heads, l.head_dim, s.block_size,
-                           l.k_block_stride, l.k_slot_stride, l.v_block_stride, l.v_slot_stride, l.is_bf16, s.threads, l.eps};
+                           l.k_block_stride, l.k_slot_stride, l.v_block_stride, l.v_slot_stride, l.is_bf16, l.cache_is_bf16,
+                           s.threads, l.eps};
   qk_norm_rope_cache_write(&rope);
   const AttentionArguments attention{s.second, l.k_cache, l.v_cache, s.first, s.block_table, s.query_start, s.context_lens,
                                      s.num_seqs, s.table_stride, s.block_size, l.num_heads, l.kv_heads, l.head_dim,
                                      l.k_block_stride, l.k_slot_stride, l.v_block_stride, l.v_slot_stride,
-                                     s.window, l.is_bf16, s.threads, l.scale};
+                                     s.window, l.is_bf16, l.cache_is_bf16, s.threads, l.scale};
   paged_attention(&attention);
   linear(l.attention_output, s.first, is_bf16, s.n, s.second, is_bf16, threads);
   norm_add_norm(s.second, s.residual, l.post_attention, l.pre_feedforward, s.hidden, s.n, l.hidden_size, eps, is_bf16, threads);

@@ -17,6 +17,7 @@ from model.ops.reference import ReferenceOps
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
+CACHED = [*((dtype, dtype) for dtype in DTYPES), (torch.float32, torch.bfloat16)]  # types of activations and of the cache
 needs_kernels = pytest.mark.skipif(
     detect_variant() is None or shutil.which("g++") is None, reason="needs g++ and a processor with AVX2"
 )
@@ -91,6 +92,7 @@ def attention_case(
     num_kv_heads: int = 1,
     head_dim: int = 32,
     dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
     interleaved: bool = False,
 ) -> AttentionCase:
     """Every slot that no query can see holds NaN: unwritten places, the null block, blocks recycled behind the window.
@@ -102,7 +104,7 @@ def attention_case(
     blocks_of = [-(-context // block_size) for context in context_lens]
     ids = list(range(1, sum(blocks_of) + 3))
     shuffle.shuffle(ids)
-    both = torch.full((len(ids) + 1, 2, block_size, num_kv_heads, head_dim), torch.nan, dtype=dtype)
+    both = torch.full((len(ids) + 1, 2, block_size, num_kv_heads, head_dim), torch.nan, dtype=cache_dtype or dtype)
     block_table = torch.zeros((len(query_lens), max(blocks_of) + 1), dtype=torch.int32)
     for i, (queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         low = 0 if window is None else max(0, context - queries - window + 1)
@@ -110,7 +112,7 @@ def attention_case(
             block_table[i, block] = ids.pop()
         for position in range(low, context):
             place = (int(block_table[i, position // block_size]), slice(None), position % block_size)
-            both[place] = torch.randn(2, num_kv_heads, head_dim, generator=generator).to(dtype)
+            both[place] = torch.randn(2, num_kv_heads, head_dim, generator=generator).to(both.dtype)
     keys, values = both[:, 0], both[:, 1]
     if not interleaved:
         keys, values = keys.contiguous(), values.contiguous()

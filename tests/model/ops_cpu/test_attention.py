@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.model.ops_cpu.harness import DTYPES, AttentionCase, attention_case, cpu_ops, needs_kernels, reference_ops
+from tests.model.ops_cpu.harness import CACHED, AttentionCase, attention_case, cpu_ops, needs_kernels, reference_ops
 
 pytestmark = needs_kernels
 
@@ -29,7 +29,7 @@ def assert_equals_reference(case: AttentionCase, dtype: torch.dtype) -> None:
     torch.testing.assert_close(result, expected, **TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "cache_dtype"), CACHED)
 @pytest.mark.parametrize(
     ("query_lens", "context_lens"),
     [
@@ -47,12 +47,13 @@ def assert_equals_reference(case: AttentionCase, dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize("window", [None, 64])
 def test_equals_the_reference(
-    query_lens: tuple[int, ...], context_lens: tuple[int, ...], window: int | None, dtype: torch.dtype
+    query_lens: tuple[int, ...], context_lens: tuple[int, ...], window: int | None, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> None:
-    assert_equals_reference(attention_case(1, query_lens, context_lens, window=window, dtype=dtype), dtype)
+    case = attention_case(1, query_lens, context_lens, window=window, dtype=dtype, cache_dtype=cache_dtype)
+    assert_equals_reference(case, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "cache_dtype"), CACHED)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -72,8 +73,9 @@ def test_equals_the_reference(
     ids=lambda shape: "-".join(f"{value}" for value in shape.values()),
 )
 @pytest.mark.parametrize("window", [None, 96])
-def test_shapes(shape: dict[str, Any], window: int | None, dtype: torch.dtype) -> None:
-    assert_equals_reference(attention_case(2, (1, 19, 1), (530, 290, 33), window=window, dtype=dtype, **shape), dtype)
+def test_shapes(shape: dict[str, Any], window: int | None, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    case = attention_case(2, (1, 19, 1), (530, 290, 33), window=window, dtype=dtype, cache_dtype=cache_dtype, **shape)
+    assert_equals_reference(case, dtype)
 
 
 @pytest.mark.parametrize("context", [1, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257, 319, 320, 321, 511, 512, 513])
@@ -85,11 +87,14 @@ def test_edges_of_blocks_windows_and_splits(context: int, queries: int, window: 
         assert_equals_reference(case, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "cache_dtype"), CACHED)
 @pytest.mark.parametrize("window", [None, 100])
-def test_a_row_is_the_same_bits_alone_in_chunks_and_in_a_batch(window: int | None, dtype: torch.dtype) -> None:
+def test_a_row_is_the_same_bits_alone_in_chunks_and_in_a_batch(
+    window: int | None, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> None:
     """Chunking a prompt, sharing a step and splitting the context over the cores change no bit."""
-    case = attention_case(4, (90, 1, 33, 1), (600, 1200, 33, 257), window=window, dtype=dtype, num_kv_heads=2)
+    lengths = (90, 1, 33, 1), (600, 1200, 33, 257)
+    case = attention_case(4, *lengths, window=window, dtype=dtype, cache_dtype=cache_dtype, num_kv_heads=2)
     whole = run(case, dtype)
     for sequence, queries in enumerate(case.metadata.query_lens):
         first_row = int(case.metadata.query_start[sequence])

@@ -63,11 +63,10 @@ def one_by_one(ops: Ops, layer: LayerOperands, state: State, rotary: Rotary, met
 
 
 def random_step(
-    query_lens: tuple[int, ...], context_lens: tuple[int, ...], window: int | None, dtype: torch.dtype
+    query_lens: tuple[int, ...], context_lens: tuple[int, ...], window: int | None, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> tuple[State, Rotary, AttentionMetadata]:
-    case = attention_case(
-        7, query_lens, context_lens, window=window, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=dtype
-    )
+    sizes = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
+    case = attention_case(7, query_lens, context_lens, window=window, dtype=dtype, cache_dtype=cache_dtype, **sizes)
     generator = torch.Generator().manual_seed(9)
     num_tokens = sum(query_lens)
     hidden, residual = (torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype) for _ in range(2))
@@ -78,9 +77,17 @@ def random_step(
 class Step:
     """Layers of both kinds, one after the other, and what they compute."""
 
-    def __init__(self, query_lens: tuple[int, ...], context_lens: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        query_lens: tuple[int, ...],
+        context_lens: tuple[int, ...],
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype | None = None,
+    ) -> None:
+        windows = {False: 64, True: None}
         kinds = {
-            is_global: random_step(query_lens, context_lens, None if is_global else 64, dtype) for is_global in (False, True)
+            is_global: random_step(query_lens, context_lens, window, dtype, cache_dtype or dtype)
+            for is_global, window in windows.items()
         }
         self.states = {kind: state for kind, (state, _, _) in kinds.items()}
         self.rotary = {False: kinds[False][1], True: (-kinds[True][1][0], kinds[True][1][1])}  # not the same for both
@@ -129,7 +136,7 @@ def test_whole_blocks_are_their_operations(
     query_lens: tuple[int, ...], context_lens: tuple[int, ...], weights: WeightStorage, dtype: torch.dtype
 ) -> None:
     ops = cpu_ops(dtype, weights)
-    step, layers = Step(query_lens, context_lens, dtype), three_layers(ops, dtype)
+    step, layers = Step(query_lens, context_lens, dtype, ops.cache_dtype), three_layers(ops, dtype)
     step.assert_same(ops, layers, step.caches(layers))
 
 
@@ -161,3 +168,10 @@ def test_batches_that_torch_multiplies_and_odd_heads_stay_with_the_operations() 
     layers = three_layers(plain, torch.float32)
     narrow = [LayerCache(cache.keys[..., :8].contiguous(), cache.values[..., :8].contiguous()) for cache in step.caches(layers)]
     assert step.whole(plain, layers, narrow) is None
+
+
+def test_a_cache_beside_rounded_weights_is_bfloat16() -> None:
+    for weights, expected in (("exact", torch.float32), ("int8", torch.bfloat16), ("int4", torch.bfloat16)):
+        assert cpu_ops(torch.float32, weights).cache_dtype == expected  # type: ignore[arg-type]
+    assert reference_ops(torch.float32).cache_dtype == torch.float32
+    assert cpu_ops(torch.bfloat16).cache_dtype == torch.bfloat16
