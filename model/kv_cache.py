@@ -5,12 +5,15 @@ only. Which blocks belong to whom is decided elsewhere; block 0 of each pool is 
 but rows that pad a batch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from model.config import Gemma3Config
 from model.kv_cache_spec import KVCachePlan
+
+Empty = Callable[[tuple[int, ...]], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +27,11 @@ class LayerCache:
 class KVCache:
     """All layers' keys and values."""
 
-    def __init__(
-        self, config: Gemma3Config, plan: KVCachePlan, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: Gemma3Config, plan: KVCachePlan, block_size: int, empty: Empty) -> None:
+        """``empty``: makes a tensor of that shape (``Ops.empty_cache``)."""
+
         def unwritten(num_blocks: int) -> torch.Tensor:
-            shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-            return torch.empty(shape, dtype=dtype, device=device)
+            return empty((num_blocks, block_size, config.num_key_value_heads, config.head_dim))
 
         pool_blocks = {True: plan.num_global_blocks, False: plan.num_local_blocks}
         self.block_size = block_size

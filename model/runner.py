@@ -131,7 +131,7 @@ class ModelRunner:
         """Make the tensors of both pools. Raises ConfigError when the device has no room for them."""
         self._graphs = None  # they hold the addresses of the cache before
         try:
-            self.cache = KVCache(self.config, plan, self.spec.block_size, self.ops.cache_dtype, self.ops.device)
+            self.cache = KVCache(self.config, plan, self.spec.block_size, self.ops.empty_cache)
         except (RuntimeError, MemoryError) as error:
             size = (plan.global_bytes + plan.local_bytes) / 2**30
             setting = "--kv-cache-memory"

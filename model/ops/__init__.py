@@ -117,6 +117,10 @@ class Ops(ABC):
         """Type of the keys and values that attention reads: the compute dtype, or bfloat16 where weights are rounded, too."""
         return self.dtype
 
+    def empty_cache(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Room for keys or values of ``cache_dtype``, not written yet. Raises RuntimeError where the device has none."""
+        return torch.empty(shape, dtype=self.cache_dtype, device=self.device)
+
     # -- linear layers ---------------------------------------------------------------------------------------------------------
 
     @abstractmethod

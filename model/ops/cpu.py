@@ -81,6 +81,12 @@ class CpuOps(ReferenceOps):
     def cache_dtype(self) -> torch.dtype:
         return self.dtype if self.quantization == "none" else torch.bfloat16
 
+    def empty_cache(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """In huge pages as far as the system has them: decodes read it from end to end."""
+        cache = super().empty_cache(shape)
+        self._library.advise_huge_pages(cache.data_ptr(), cache.nbytes)
+        return cache
+
     # -- linear layers ---------------------------------------------------------------------------------------------------------
 
     def pack_linear(self, weight: torch.Tensor, role: LinearRole, *, shared: bool = False) -> LinearWeight:
@@ -246,7 +252,7 @@ class CpuOps(ReferenceOps):
         self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata, scale: float
     ) -> torch.Tensor:
         num_tokens, num_heads, head_dim = query.shape
-        if head_dim % self._width:
+        if head_dim % (2 * self._width):
             return super().paged_attention(query, k_cache, v_cache, metadata, scale)
         query = query.contiguous()
         output = torch.empty((num_tokens, num_heads * head_dim), dtype=query.dtype)

@@ -1,9 +1,10 @@
 // Causal attention over the paged cache, with an optional window: prefill chunks and decodes alike.
 //
-// The context is cut into splits at fixed positions (multiples of SPLIT), and a row's result is the ordered merge of its splits.
-// Within a split every score is one chain over the head, every weighted sum one chain over the keys, and a key that a row does not
-// see has weight 0, which leaves a chain as it is. So a row's result is the same bits whichever rows share its item, whether one
-// item covers all splits or each its own, and on any number of threads. Only slots that some row of the item sees are read.
+// The context is cut into splits at fixed positions (multiples of SPLIT) and these are put together to spans; a row's result is the
+// ordered merge of its spans, each the ordered merge of its splits. Within a split every score is one chain over the head, every
+// weighted sum one chain over the keys, and a key that a row does not see has weight 0, which leaves a chain as it is. So a row's
+// result is the same bits whichever rows share its item, whether one item covers all splits or each its own, or each a span, and on
+// any number of threads. Only slots that some row of the item sees are read.
 #include "kernels.h"
 
 #include <vector>
@@ -14,10 +15,42 @@ namespace {
 constexpr int64_t ROW_TILE = 4;
 constexpr int64_t QUERY_TILE = 16, SMALL_QUERY_TILE = 4;
 
+// The splits of some rows, merged one after the other. A span alone is that span, to the bit, so whole spans may be added, too.
+class Merged {
+ public:
+  void start(int64_t rows, int64_t head_dim) {
+    size = head_dim;
+    for (auto* level : {&span, &all}) {
+      level->values.resize(rows * head_dim);
+      level->states.assign(rows, {NEVER, 0.0f});
+    }
+  }
+  void add(const RowState* states, const float* values) { add_to(span, states, values); }
+  void end_span() {
+    add_to(all, span.states.data(), span.values.data());
+    std::fill(span.states.begin(), span.states.end(), RowState{NEVER, 0.0f});
+  }
+  const RowState* states() const { return all.states.data(); }
+  const float* values() const { return all.values.data(); }
+
+ private:
+  struct Level {
+    std::vector<float> values;
+    std::vector<RowState> states;
+  };
+  int64_t size = 0;
+  Level span, all;
+
+  void add_to(Level& level, const RowState* states, const float* values) {
+    for (size_t r = 0; r < level.states.size(); ++r)
+      merge(level.states[r], &level.values[r * size], states[r], values + r * size, size);
+  }
+};
+
 struct Scratch {
-  std::vector<float> query, scores, split_values, values;
-  std::vector<RowState> states, split_states;
-  int64_t k_offsets[SPLIT + AHEAD + 1] = {}, v_offsets[SPLIT + AHEAD + 1] = {};
+  std::vector<float> query, scores, split_values;
+  std::vector<RowState> split_states;
+  Merged merged;
 };
 
 class Attention {
@@ -28,11 +61,11 @@ class Attention {
   template <class Activation, class Cache>
   void run() {
     plan();
-    partial_values.resize(num_partial * a.head_dim);
-    partial_states.resize(num_partial);
+    partial_values = workspace<float, kInputs>(num_partial * a.head_dim);
+    partial_states = workspace<RowState, kSums>(num_partial);
     const auto run_one = [&](int64_t i) { run_item<Activation, Cache>(items[i]); };
     parallel_for(static_cast<int64_t>(items.size()), worth_sharing() ? threads : 1, 1, run_one);
-    if (num_partial) parallel_for(static_cast<int64_t>(heads.size()), 1, 1, [&](int64_t i) { merge_item<Activation>(heads[i]); });
+    if (num_partial) parallel_for(static_cast<int64_t>(heads.size()), 1, 1, [&](int64_t i) { merge_item<Activation, Cache>(heads[i]); });
   }
 
  private:
@@ -42,8 +75,8 @@ class Attention {
   std::vector<Item> items;
   std::vector<Item> heads;  // items whose splits are run apart: what to merge
   int64_t num_partial = 0, work = 0;
-  std::vector<float> partial_values;
-  std::vector<RowState> partial_states;
+  float* partial_values = nullptr;
+  RowState* partial_states = nullptr;
 
   int64_t start(int64_t sequence) const {  // position of the sequence's first query
     return a.context_lens[sequence] - (a.query_start[sequence + 1] - a.query_start[sequence]);
@@ -61,7 +94,7 @@ class Attention {
         for (int32_t h = 0; h < a.kv_heads; ++h) {
           const int32_t count = std::min<int32_t>(query_tile, queries - q);
           const int64_t low = first_visible(start(s) + q), high = start(s) + q + count;
-          items.push_back({s, h, q, count, low / SPLIT, (high - 1) / SPLIT, -1});
+          items.push_back({s, h, q, count, low / SPLIT, (high - 1) / SPLIT, -1, 0});
           work += (high - low) * count * group * a.head_dim;
         }
     }
@@ -73,26 +106,33 @@ class Attention {
         items.push_back(item);
         continue;
       }
+      // Splits are cut apart, or spans of them where there are enough.
+      const int64_t spans = item.last_split / SPAN - item.first_split / SPAN + 1, length = spans >= 4 * threads ? SPAN : 1;
+      Item piece = item;
+      piece.partial = num_partial;
+      for (int64_t split = item.first_split; split <= item.last_split; split = piece.last_split + 1) {
+        piece.first_split = split;
+        piece.last_split = std::min(item.last_split, (split / length + 1) * length - 1);
+        items.push_back(piece);
+        piece.partial += item.num_queries * group;  // rows
+      }
       heads.push_back(item);
       heads.back().partial = num_partial;
-      for (int64_t split = item.first_split; split <= item.last_split; ++split) {
-        Item piece = item;
-        piece.first_split = piece.last_split = split;
-        piece.partial = num_partial;
-        items.push_back(piece);
-        num_partial += item.num_queries * group;  // rows
-      }
+      heads.back().num_pieces = (piece.partial - num_partial) / (item.num_queries * group);
+      num_partial = piece.partial;
     }
   }
 
-  // Where keys [low, high) of a split stand in a cache, relative to its start.
-  void locate(const Item& item, int64_t split, int64_t low, int64_t high, int64_t block_stride, int64_t slot_stride,
-              int64_t* offsets) const {
+  // Where keys [low, high) of the context stand in a cache.
+  template <class T>
+  void locate(const Item& item, const void* cache, int64_t low, int64_t high, int64_t block_stride, int64_t slot_stride,
+              const T** places) const {
     const int32_t* table = a.block_table + item.sequence * a.table_stride;
     for (int64_t position = low; position < high;) {
       const int64_t block = position / a.block_size, end = std::min(high, (block + 1) * a.block_size);
-      int64_t offset = table[block] * block_stride + (position - block * a.block_size) * slot_stride + item.kv_head * a.head_dim;
-      for (; position < end; ++position, offset += slot_stride) offsets[position - split * SPLIT] = offset;
+      const T* place = static_cast<const T*>(cache) + table[block] * block_stride +
+                       (position - block * a.block_size) * slot_stride + item.kv_head * a.head_dim;
+      for (; position < end; ++position, place += slot_stride) *places++ = place;
     }
   }
 
@@ -111,21 +151,25 @@ class Attention {
     const int64_t rows = item.num_queries * group, padded = ceil_div(rows, ROW_TILE) * ROW_TILE;
     scratch.query.resize(padded * a.head_dim);
     scratch.split_values.resize(padded * a.head_dim);
-    scratch.values.assign(padded * a.head_dim, 0.0f);
     scratch.scores.resize(padded * SPLIT);
-    scratch.states.assign(padded, {NEVER, 0.0f});
     scratch.split_states.resize(padded);
+    scratch.merged.start(rows, a.head_dim);
     for (int64_t r = 0; r < rows; ++r) {
       const Activation* from = query_row<Activation>(item, r);
       float* to = scratch.query.data() + r * a.head_dim;
       for (int64_t d = 0; d < a.head_dim; d += W) store(to + d, mul(load(from + d), set1(static_cast<float>(a.scale))));
+      in_cache_order(to, a.head_dim, static_cast<const Cache*>(a.k_cache));
     }
-    for (int64_t split = item.first_split; split <= item.last_split; ++split) run_split<Cache>(item, split, rows, scratch);
+    for (int64_t split = item.first_split; split <= item.last_split; ++split) {
+      run_split<Cache>(item, split, rows, scratch);
+      scratch.merged.add(scratch.split_states.data(), scratch.split_values.data());
+      if (split % SPAN == SPAN - 1 || split == item.last_split) scratch.merged.end_span();
+    }
     if (item.partial >= 0) {
-      std::copy_n(scratch.values.begin(), rows * a.head_dim, partial_values.begin() + item.partial * a.head_dim);
-      std::copy_n(scratch.states.begin(), rows, partial_states.begin() + item.partial);
+      std::copy_n(scratch.merged.values(), rows * a.head_dim, partial_values + item.partial * a.head_dim);
+      std::copy_n(scratch.merged.states(), rows, partial_states + item.partial);
     } else {
-      finish<Activation>(item, rows, scratch.values.data(), scratch.states.data());
+      finish<Activation, Cache>(item, rows, scratch.merged);
     }
   }
 
@@ -143,8 +187,18 @@ class Attention {
   template <class T>
   void run_split(const Item& item, int64_t split, int64_t rows, Scratch& scratch) {
     const Range all = visible(item, split, 0, rows);
-    locate(item, split, split * SPLIT + all.first, split * SPLIT + all.last, a.k_block_stride, a.k_slot_stride, scratch.k_offsets);
-    locate(item, split, split * SPLIT + all.first, split * SPLIT + all.last, a.v_block_stride, a.v_slot_stride, scratch.v_offsets);
+    const T *keys[SPLIT + 2 * AHEAD], *values[SPLIT + 2 * AHEAD];
+    const int64_t low = split * SPLIT + all.first, high = split * SPLIT + all.last;
+    locate(item, a.k_cache, low, high, a.k_block_stride, a.k_slot_stride, keys + all.first);
+    locate(item, a.v_cache, low, high, a.v_block_stride, a.v_slot_stride, values + all.first);
+    // After the keys the first values are read, after the values the keys that follow, here or in the next item: they are fetched
+    // ahead. Places are repeated where the context ends.
+    for (int64_t i = 0; i < 2 * AHEAD; ++i) {
+      keys[all.last + i] = values[std::min(all.first + i, all.last - 1)];
+      values[all.last + i] = keys[all.last - 1];
+    }
+    const int64_t end = std::min<int64_t>(high + 2 * AHEAD, a.context_lens[item.sequence]);
+    if (high < end) locate(item, a.k_cache, high, end, a.k_block_stride, a.k_slot_stride, values + all.last);
     const auto each_tile = [&](const auto& body) {  // key tile by key tile, so that a tile's keys are read once
       for (int64_t key = all.first / KEY_TILE * KEY_TILE; key < all.last; key += KEY_TILE)
         for (int64_t row = 0; row < rows; row += ROW_TILE) {
@@ -154,15 +208,14 @@ class Attention {
           if (first < last) body(row, count, first, last);
         }
     };
-    const T *keys = static_cast<const T*>(a.k_cache), *cached_values = static_cast<const T*>(a.v_cache);
     each_tile([&](int64_t row, int64_t count, int64_t first, int64_t last) {
       const float* query = scratch.query.data() + row * a.head_dim;
       float* scores = scratch.scores.data() + row * SPLIT;
       switch (count) {
-        case 1: return score_keys<1>(query, keys, scratch.k_offsets, first, last, a.head_dim, scores);
-        case 2: return score_keys<2>(query, keys, scratch.k_offsets, first, last, a.head_dim, scores);
-        case 3: return score_keys<3>(query, keys, scratch.k_offsets, first, last, a.head_dim, scores);
-        default: return score_keys<4>(query, keys, scratch.k_offsets, first, last, a.head_dim, scores);
+        case 1: return score_keys<1>(query, keys, first, last, a.head_dim, scores);
+        case 2: return score_keys<2>(query, keys, first, last, a.head_dim, scores);
+        case 3: return score_keys<3>(query, keys, first, last, a.head_dim, scores);
+        default: return score_keys<4>(query, keys, first, last, a.head_dim, scores);
       }
     });
     for (int64_t r = 0; r < rows; ++r) {
@@ -173,39 +226,41 @@ class Attention {
     std::fill_n(scratch.split_values.begin(), rows * a.head_dim, 0.0f);
     each_tile([&](int64_t row, int64_t count, int64_t first, int64_t last) {
       const float* weights = scratch.scores.data() + row * SPLIT;
-      float* values = scratch.split_values.data() + row * a.head_dim;
+      float* sums = scratch.split_values.data() + row * a.head_dim;
       switch (count) {
-        case 1: return add_values<1>(weights, cached_values, scratch.v_offsets, first, last, a.head_dim, values);
-        case 2: return add_values<2>(weights, cached_values, scratch.v_offsets, first, last, a.head_dim, values);
-        case 3: return add_values<3>(weights, cached_values, scratch.v_offsets, first, last, a.head_dim, values);
-        default: return add_values<4>(weights, cached_values, scratch.v_offsets, first, last, a.head_dim, values);
+        case 1: return add_values<1>(weights, values, first, last, a.head_dim, sums);
+        case 2: return add_values<2>(weights, values, first, last, a.head_dim, sums);
+        case 3: return add_values<3>(weights, values, first, last, a.head_dim, sums);
+        default: return add_values<4>(weights, values, first, last, a.head_dim, sums);
       }
     });
-    for (int64_t r = 0; r < rows; ++r)
-      merge(scratch.states[r], &scratch.values[r * a.head_dim], scratch.split_states[r], &scratch.split_values[r * a.head_dim],
-            a.head_dim);
   }
 
-  template <class T>
-  void finish(const Item& item, int64_t rows, const float* values, const RowState* states) {
+  template <class Activation, class Cache>
+  void finish(const Item& item, int64_t rows, const Merged& merged) {
+    std::vector<float> result(a.head_dim);
     for (int64_t r = 0; r < rows; ++r) {
-      T* to = static_cast<T*>(a.output) + (query_row<T>(item, r) - static_cast<const T*>(a.query));
-      const vf total = set1(states[r].total);
-      for (int64_t d = 0; d < a.head_dim; d += W) store(to + d, div(load(values + r * a.head_dim + d), total));
+      std::copy_n(merged.values() + r * a.head_dim, a.head_dim, result.data());
+      in_head_order(result.data(), a.head_dim, static_cast<const Cache*>(a.v_cache));
+      Activation* to = static_cast<Activation*>(a.output) +
+                       (query_row<Activation>(item, r) - static_cast<const Activation*>(a.query));
+      const vf total = set1(merged.states()[r].total);
+      for (int64_t d = 0; d < a.head_dim; d += W) store(to + d, div(load(result.data() + d), total));
     }
   }
 
-  template <class T>
+  template <class Activation, class Cache>
   void merge_item(const Item& item) {
-    const int64_t rows = item.num_queries * group, stride = rows * a.head_dim;
-    std::vector<float> values(stride, 0.0f);
-    std::vector<RowState> states(rows, {NEVER, 0.0f});
-    for (int64_t split = 0; split <= item.last_split - item.first_split; ++split)
-      for (int64_t r = 0; r < rows; ++r) {
-        const int64_t from = item.partial + split * rows + r;
-        merge(states[r], &values[r * a.head_dim], partial_states[from], &partial_values[from * a.head_dim], a.head_dim);
-      }
-    finish<T>(item, rows, values.data(), states.data());
+    const int64_t rows = item.num_queries * group;
+    Merged merged;
+    merged.start(rows, a.head_dim);
+    const int64_t splits = item.last_split - item.first_split + 1, length = item.num_pieces == splits ? 1 : SPAN;
+    for (int64_t piece = 0; piece < item.num_pieces; ++piece) {
+      const int64_t row = item.partial + piece * rows;
+      merged.add(partial_states + row, partial_values + row * a.head_dim);
+      if (length == SPAN || (item.first_split + piece) % SPAN == SPAN - 1 || piece == item.num_pieces - 1) merged.end_span();
+    }
+    finish<Activation, Cache>(item, rows, merged);
   }
 };
 
