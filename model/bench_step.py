@@ -176,8 +176,9 @@ def report(decodes: Decodes, floors: Floors, num_seqs: int, context: int, sampli
 
 
 def _step_and_bandwidth(decodes: Decodes, budget: float) -> tuple[float, float]:
-    """Seconds of a step and bytes per second of plain reads, both medians; they take turns, for a machine's speed may change."""
-    read = PlainRead()
+    """Seconds of a step and bytes per second of plain reads of the head, both medians; they take turns, for a machine's speed may
+    change."""
+    read = PlainRead(_head_memory(decodes.runner))
     steps: list[float] = []
     reads: list[float] = []
     decodes.run()
@@ -187,6 +188,12 @@ def _step_and_bandwidth(decodes: Decodes, budget: float) -> tuple[float, float]:
         read.run()
         reads += _repeat(read.run, 0.0)
     return statistics.median(steps), read.nbytes / statistics.median(reads)
+
+
+def _head_memory(runner: ModelRunner) -> torch.Tensor:
+    packed = runner.model.head.packed
+    assert isinstance(packed, PackedWeight)
+    return packed.data if packed.sketch is None else packed.sketch.weight.data
 
 
 def _repeat(function: Callable[[], object], budget: float) -> list[float]:

@@ -105,17 +105,27 @@ def test_a_row_is_the_same_bits_alone_in_chunks_and_in_a_batch(
                 assert torch.equal(run(part, dtype), whole[rows])
 
 
-def test_the_number_of_threads_changes_no_bit() -> None:
-    case = attention_case(5, (1, 20), (2000, 20))
+@pytest.mark.parametrize(("dtype", "cache_dtype"), CACHED)
+@pytest.mark.parametrize(
+    ("query_lens", "context_lens"),
+    # An item for all splits (one thread), a piece for each split, a piece for each span; spans that end with a split or within.
+    [((1, 20), (2000, 20)), ((1,), (4 * 2 * 1024,)), ((3,), (9001,)), ((1, 1), (8193, 1025))],
+)
+def test_the_number_of_threads_changes_no_bit(
+    query_lens: tuple[int, ...], context_lens: tuple[int, ...], dtype: torch.dtype, cache_dtype: torch.dtype
+) -> None:
+    case = attention_case(5, query_lens, context_lens, dtype=dtype, cache_dtype=cache_dtype)
     before = torch.get_num_threads()
     results = []
     try:
-        for threads in (1, 2):
+        for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(run(case, torch.float32))
+            results.append(run(case, dtype))
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(*results)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    assert_equals_reference(case, dtype)
 
 
 def test_large_scores_do_not_overflow() -> None:
