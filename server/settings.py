@@ -109,7 +109,8 @@ class Settings:
     dtype: str = _choices(
         "auto",
         ("auto", "float32", "bfloat16"),
-        "Type of weights, activations and cache. auto: bfloat16 where the hardware computes in it, else float32.",
+        "Type of weights, activations and cache. auto: bfloat16 where the hardware computes in it, else float32. Where a CPU "
+        "rounds weights (--quantization), the cache is bfloat16 in any case.",
         dict.fromkeys(("float16", "half"), "Gemma 3 overflows in it. Use bfloat16 or float32."),
     )
     quantization: str = _choices(
