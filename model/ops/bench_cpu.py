@@ -39,8 +39,8 @@ def seconds(function: Callable[[], object], budget: float) -> float:
 class PlainRead:
     """Reads memory far larger than the caches: of the given tensor, or if that is too small, of its own in huge pages.
 
-    How fast memory is depends on where it lies (a machine may have several, and a virtual one does not say which), so what a kernel
-    reaches is to be compared with a plain read of the memory that it reads.
+    How fast memory is depends on where it lies (a machine may have several, and a virtual one does not say which), so what a
+    kernel reaches is to be compared with a plain read of the memory that it reads.
     """
 
     SMALLEST = 64 << 20

@@ -18,7 +18,9 @@ void round_tile(const In* x, int64_t k, int rows, int32_t* quads, float* factors
         store_int8(rounded + i, to_int(max(set1(-127.0f), min(set1(127.0f), mul(load(from + i), inverse)))));
       int32_t first_two = 0, last_two = 0;  // of every quad
       for (int64_t q = 0; q < QUADS; ++q) {
-        std::memcpy(quads + (g * QUADS + q) * rows + r, rounded + 4 * q, 4);
+        int32_t quad;
+        std::memcpy(&quad, rounded + 4 * q, 4);
+        std::fill_n(quads + ((g * QUADS + q) * rows + r) * COPIES, COPIES, quad);
         first_two += rounded[4 * q] + rounded[4 * q + 1];
         last_two += rounded[4 * q + 2] + rounded[4 * q + 3];
       }
@@ -34,7 +36,7 @@ template <class In>
 void round_tiles(const In* x, const RowTiles& tiles, int64_t k, int32_t* quads, float* factors, int32_t* starts, int threads) {
   parallel_for(tiles.count, tiles.m * k < 65536 ? 1 : threads, 1, [&](int64_t t) {
     const int64_t first = tiles.first(t), at = first * (k / GROUP * 2);
-    round_tile(x + first * k, k, tiles.rows(t), quads + first * (k / 4), factors + at, starts + at);
+    round_tile(x + first * k, k, tiles.rows(t), quads + first * (k / 4) * COPIES, factors + at, starts + at);
   });
 }
 
@@ -79,7 +81,7 @@ void multiply(const PackedWeight& weight, const RoundedRows& x, Out* out, int th
 
 RoundedRows round_rows(const void* x, bool x_bf16, int64_t m, int64_t k, int threads) {
   const RowTiles tiles(m);
-  int32_t* quads = workspace<int32_t, kInputs>(m * (k / 4));
+  int32_t* quads = workspace<int32_t, kInputs>(m * (k / 4) * COPIES);
   float* factors = workspace<float, kWidened>(m * (k / GROUP * 2));
   int32_t* starts = workspace<int32_t, kStarts>(m * (k / GROUP * 2));
   if (x_bf16)
@@ -90,11 +92,16 @@ RoundedRows round_rows(const void* x, bool x_bf16, int64_t m, int64_t k, int thr
 }
 
 void linear_few_bits(const PackedWeight& weight, const void* x, bool x_bf16, int64_t m, void* out, bool out_bf16, int threads) {
-  const RoundedRows rows = round_rows(x, x_bf16, m, weight.k, threads);
-  if (out_bf16)
-    multiply(weight, rows, static_cast<bf16*>(out), threads);
-  else
-    multiply(weight, rows, static_cast<float*>(out), threads);
+  const auto product = [&](auto* from, auto* to) {
+    for (int64_t first = 0; first < m; first += MOST_ROWS) {
+      const int64_t count = std::min(MOST_ROWS, m - first);
+      multiply(weight, round_rows(from + first * weight.k, x_bf16, count, weight.k, threads), to + first * weight.n, threads);
+    }
+  };
+  const auto to_out = [&](auto* from) {
+    out_bf16 ? product(from, static_cast<bf16*>(out)) : product(from, static_cast<float*>(out));
+  };
+  x_bf16 ? to_out(static_cast<const bf16*>(x)) : to_out(static_cast<const float*>(x));
 }
 
 }  // namespace gemserve

@@ -14,13 +14,17 @@
 namespace gemserve {
 
 constexpr int64_t GROUP = 32, QUADS = GROUP / 4, VECTOR = 4 * W;  // inputs, quads of inputs, bytes
+// How often a quad of inputs stands in memory: a vector of copies is an operand of the product itself, where an instruction to copy it
+// would be one more for every product. AVX-512 copies as it loads.
+constexpr int64_t COPIES = W == 8 ? W : 1;
+constexpr int64_t MOST_ROWS = 96;  // rounded at once, so that all those copies stay in a cache
 constexpr int64_t SCALES_BYTES = NR * sizeof(half);
 constexpr int centre_of(int bits) { return 1 << (bits - 1); }
 constexpr int64_t weights_bytes(int bits) { return (bits == 8 ? 16 : bits == 5 ? 10 : 8) * VECTOR; }
 constexpr int64_t group_bytes(int bits, bool has_middle) { return weights_bytes(bits) + SCALES_BYTES * (has_middle ? 2 : 1); }
 constexpr uint8_t form_of(int bits, bool has_middle) { return static_cast<uint8_t>(bits + (has_middle ? 16 : 0)); }
 
-// Rows rounded for a product, tile after tile: quads [k / 4][rows] of four int8; factors [k / 32][2][rows], the step of a group and
+// Rows rounded for a product, tile after tile: quads [k / 4][rows][COPIES] of four int8; factors [k / 32][2][rows], the step of a group and
 // the sum of its rounded inputs times it; starts [k / 32][2][rows], minus 8 and minus 16 times that sum as a ByteSum begins with
 // it, which moves weights of 4 and of 5 bits to their centre. The factors of a group with a value that is not finite are NaN.
 struct RoundedRows {
@@ -29,7 +33,7 @@ struct RoundedRows {
   const int32_t* quads;
   const float* factors;
   const int32_t* starts;
-  const int32_t* quads_of(int64_t tile) const { return quads + tiles.first(tile) * (k / 4); }
+  const int32_t* quads_of(int64_t tile) const { return quads + tiles.first(tile) * (k / 4) * COPIES; }
   const float* factors_of(int64_t tile) const { return factors + tiles.first(tile) * (k / GROUP * 2); }
   const int32_t* starts_of(int64_t tile) const { return starts + tiles.first(tile) * (k / GROUP * 2); }
 };
@@ -68,6 +72,8 @@ INLINE vi load_weights(const uint8_t* group, int quad, int upper) {
   return shift_right<3>(ori(three, two));
 }
 
+INLINE vi load_inputs(const int32_t* quad) { return COPIES == W ? loadi(quad) : set1i(*quad); }
+
 // sums[MR][stride] = the rows of a tile times one panel. While the products of a group are added up, the sums of the one before
 // become floating-point numbers: one after the other, these would leave the processor waiting.
 template <int BITS, bool MIDDLE, int MR>
@@ -103,7 +109,7 @@ INLINE void few_bits_tile(const int32_t* x, const float* factors, const int32_t*
     FEW ? void(kept[first + h][r] = result) : store(to, result);
   };
 
-  for (int64_t g = 0; g < k / GROUP; ++g, b += bytes, x += QUADS * MR, factors += 2 * MR, starts += 2 * MR) {
+  for (int64_t g = 0; g < k / GROUP; ++g, b += bytes, x += QUADS * MR * COPIES, factors += 2 * MR, starts += 2 * MR) {
     if (FEW)
       for (int64_t line = 0; line < bytes; line += 64) prefetch(b + AHEAD + line);
 #pragma GCC unroll 2
@@ -128,7 +134,7 @@ INLINE void few_bits_tile(const int32_t* x, const float* factors, const int32_t*
           const vi more = BITS == 8 ? load_weights<BITS>(b + QUADS * VECTOR, q, first + h) : weights;
 #pragma GCC unroll 16
           for (int r = 0; r < MR; ++r) {
-            const vi inputs = set1i(x[q * MR + r]);
+            const vi inputs = load_inputs(x + (q * MR + r) * COPIES);
             sum[h][r].add(weights, inputs);
             if (BITS == 8) upper[h][r].add(more, inputs);
           }

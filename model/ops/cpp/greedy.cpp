@@ -35,7 +35,7 @@ void squares_of_row(const RoundedRows& x, int64_t tile, int row, float exact_ste
     int32_t total = 0;
     for (int64_t q = 0; q < QUADS; ++q) {
       int8_t inputs[4];
-      std::memcpy(inputs, quads + (g * QUADS + q) * rows + row, 4);
+      std::memcpy(inputs, quads + ((g * QUADS + q) * rows + row) * COPIES, 4);
       for (const int32_t input : inputs) total += input * input;
     }
     const float step = factors[2 * g * rows + row];
