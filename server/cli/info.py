@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 PLAN_SETTINGS = (
     "model",
     "dtype",
+    "quantization",
     "device",
     "tensor_parallel_size",
     "max_model_len",

@@ -275,7 +275,7 @@ def _load_engine(
         cache_info={
             "block_size": str(settings.block_size),
             "num_gpu_blocks": str(plan.num_global_blocks),
-            "kv_dtype": runner.dtype,
+            "kv_dtype": str(runner.ops.cache_dtype).removeprefix("torch."),
             "prefix_caching": str(settings.prefix_caching).lower(),
         },
         startup_seconds=phases.seconds,

@@ -28,6 +28,22 @@ def test_270m_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     assert values["capacity_tokens"] == (values["global_blocks"] - 1) * 16
 
 
+@pytest.mark.parametrize(
+    ("flags", "num_bytes"),
+    [
+        (("--dtype", "float32"), 4),
+        (("--dtype", "float32", "--quantization", "int8"), 2),
+        (("--dtype", "float32", "--quantization", "int8", "--device", "cuda"), 4),
+        (("--quantization", "auto"), 2),
+    ],
+)
+def test_the_cache_of_a_cpu_is_bfloat16_beside_rounded_weights(
+    flags: tuple[str, ...], num_bytes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = info(capsys, "270m", "--kv-cache-memory", "2GiB", *flags)
+    assert values["kv_bytes_per_token_per_layer"] == 2 * 256 * num_bytes
+
+
 def test_requests_that_fit_follow_from_the_global_pool(capsys: pytest.CaptureFixture[str]) -> None:
     values = info(
         capsys, "270m", "--dtype", "bfloat16", "--kv-cache-memory", "1GiB", "--max-num-seqs", "32", "--no-prefix-caching"

@@ -43,7 +43,7 @@ class Harness:
 
     def __init__(self, model: Gemma3, ops: Ops, *, block_size: int, num_tokens: int, num_seqs: int = 1, seed: int = 0) -> None:
         config = model.config
-        self.runner = ModelRunner(model, config.kv_cache_spec(block_size, ops.dtype.itemsize), ops)
+        self.runner = ModelRunner(model, config.kv_cache_spec(block_size, ops.cache_dtype.itemsize), ops)
         self.spec = self.runner.spec
         self.config: Gemma3Config = config
         num_global = 1 + -(-num_tokens // block_size) + num_seqs

@@ -16,6 +16,7 @@ from model.runner import ModelRunner, resolve_dtype
 from model.sampling_params import SamplingParams
 from model.sequence_chunk import SequenceChunk, StepMemoryError
 from tests.model.harness import GREEDY, Harness, TestSequence, assert_close
+from tests.model.ops_cpu.harness import needs_kernels
 from tests.model.tiny_models import TINY_FOLDER, random_model, random_prompt
 
 CPU = torch.device("cpu")
@@ -68,6 +69,19 @@ def test_memory_is_told_by_what_it_holds() -> None:
         "kv_cache": 7000,
         "device_free": pytest.approx(runner.free_memory(), rel=0.5),
     }
+
+
+@needs_kernels
+@pytest.mark.parametrize(("quantization", "dtype"), [("none", torch.float32), ("int8", torch.bfloat16)])
+def test_a_cache_takes_the_bytes_of_its_plan(quantization: str, dtype: torch.dtype) -> None:
+    checkpoint = open_checkpoint(str(TINY_FOLDER / "gqa_sliding_window_pattern"), progress=False)
+    runner = ModelRunner.load(checkpoint, dtype="float32", device="cpu", quantization=quantization, block_size=4, progress=False)
+    plan = runner.spec.plan_of_blocks(5, 7)
+    runner.allocate_cache(plan)
+    assert runner.cache is not None
+    tensors = [tensor for layer in runner.cache.layers for tensor in (layer.keys, layer.values)]
+    assert {tensor.dtype for tensor in tensors} == {dtype}
+    assert sum(tensor.nbytes for tensor in tensors) == plan.global_bytes + plan.local_bytes
 
 
 @pytest.mark.gpu

@@ -61,8 +61,8 @@ class Attention {
   template <class Activation, class Cache>
   void run() {
     plan();
-    partial_values = workspace<float, kInputs>(num_partial * a.head_dim);
-    partial_states = workspace<RowState, kSums>(num_partial);
+    partial_values = workspace<float, kPartial>(num_partial * a.head_dim);
+    partial_states = workspace<RowState, kPartial>(num_partial);
     const auto run_one = [&](int64_t i) { run_item<Activation, Cache>(items[i]); };
     parallel_for(static_cast<int64_t>(items.size()), worth_sharing() ? threads : 1, 1, run_one);
     if (num_partial) parallel_for(static_cast<int64_t>(heads.size()), 1, 1, [&](int64_t i) { merge_item<Activation, Cache>(heads[i]); });
@@ -107,20 +107,23 @@ class Attention {
         continue;
       }
       // Splits are cut apart, or spans of them where there are enough.
-      const int64_t spans = item.last_split / SPAN - item.first_split / SPAN + 1, length = spans >= 4 * threads ? SPAN : 1;
+      const int64_t spans = item.last_split / SPAN - item.first_split / SPAN + 1;
       Item piece = item;
-      piece.partial = num_partial;
+      piece.piece = spans * static_cast<int64_t>(whole.size()) >= 4 * threads ? SPAN : 1;
+      heads.push_back(piece);
+      heads.back().partial = num_partial;
       for (int64_t split = item.first_split; split <= item.last_split; split = piece.last_split + 1) {
         piece.first_split = split;
-        piece.last_split = std::min(item.last_split, (split / length + 1) * length - 1);
+        piece.last_split = end_of_piece(heads.back(), split);
+        piece.partial = num_partial;
         items.push_back(piece);
-        piece.partial += item.num_queries * group;  // rows
+        num_partial += item.num_queries * group;  // rows
       }
-      heads.push_back(item);
-      heads.back().partial = num_partial;
-      heads.back().num_pieces = (piece.partial - num_partial) / (item.num_queries * group);
-      num_partial = piece.partial;
     }
+  }
+
+  static int64_t end_of_piece(const Item& item, int64_t split) {
+    return std::min(item.last_split, (split / item.piece + 1) * item.piece - 1);
   }
 
   // Where keys [low, high) of the context stand in a cache.
@@ -191,8 +194,8 @@ class Attention {
     const int64_t low = split * SPLIT + all.first, high = split * SPLIT + all.last;
     locate(item, a.k_cache, low, high, a.k_block_stride, a.k_slot_stride, keys + all.first);
     locate(item, a.v_cache, low, high, a.v_block_stride, a.v_slot_stride, values + all.first);
-    // After the keys the first values are read, after the values the keys that follow, here or in the next item: they are fetched
-    // ahead. Places are repeated where the context ends.
+    // After the keys the first values are read, after the values the keys that follow, in this item or perhaps the next: they are
+    // fetched ahead. Places are repeated where the context ends.
     for (int64_t i = 0; i < 2 * AHEAD; ++i) {
       keys[all.last + i] = values[std::min(all.first + i, all.last - 1)];
       values[all.last + i] = keys[all.last - 1];
@@ -254,11 +257,11 @@ class Attention {
     const int64_t rows = item.num_queries * group;
     Merged merged;
     merged.start(rows, a.head_dim);
-    const int64_t splits = item.last_split - item.first_split + 1, length = item.num_pieces == splits ? 1 : SPAN;
-    for (int64_t piece = 0; piece < item.num_pieces; ++piece) {
-      const int64_t row = item.partial + piece * rows;
+    int64_t row = item.partial;
+    for (int64_t split = item.first_split; split <= item.last_split; ++split, row += rows) {
+      split = end_of_piece(item, split);
       merged.add(partial_states + row, partial_values + row * a.head_dim);
-      if (length == SPAN || (item.first_split + piece) % SPAN == SPAN - 1 || piece == item.num_pieces - 1) merged.end_span();
+      if (split % SPAN == SPAN - 1 || split == item.last_split) merged.end_span();
     }
     finish<Activation, Cache>(item, rows, merged);
   }

@@ -38,7 +38,7 @@ struct Item {
   int32_t first_query, num_queries;  // within the sequence's own queries
   int64_t first_split, last_split;   // inclusive
   int64_t partial;                   // index of its first row among the partial results, or -1: writes the output itself
-  int64_t num_pieces;                // of an item that was cut: how many partial results follow each other from there on
+  int64_t piece;                     // of an item that was cut: splits of a piece, which begin at multiples of it
 };
 
 // Running softmax of one row: the largest score, the sum of exponentials over it, and the weighted values, unnormalised.
@@ -165,7 +165,8 @@ INLINE RowState weigh(float* scores, int64_t first, int64_t last, int64_t tile_f
     total = add(total, weight);
     store(scores + i, weight);
   }
-  return {top, sum_lanes(total)};
+  const float sum = sum_lanes(total);
+  return {top == NEVER ? sum : top, sum};  // no score but NaN, which a maximum may drop: not to be taken for a split not seen
 }
 
 }  // namespace gemserve

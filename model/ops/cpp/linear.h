@@ -77,7 +77,7 @@ INLINE Extent extent_of(const In* x, int64_t count) {
 
 // Memory that lasts from call to call on one thread, aligned to a cache line; contents are not kept. Users that are alive at the
 // same time on one thread name different purposes.
-enum Purpose { kInputs, kSums, kWidened, kStarts, kBounds, kExact };
+enum Purpose { kInputs, kSums, kWidened, kStarts, kBounds, kExact, kPartial };
 template <class T, Purpose purpose>
 T* workspace(int64_t count) {
   struct alignas(64) Line {

@@ -21,6 +21,6 @@ inline void parallel_for(int64_t items, int threads, int64_t chunk, const Body& 
   run_items(items, threads, chunk, [](const void* b, int64_t i) { (*static_cast<const Body*>(b))(i); }, &body);
 }
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace gemserve

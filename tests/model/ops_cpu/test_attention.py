@@ -88,12 +88,12 @@ def test_edges_of_blocks_windows_and_splits(context: int, queries: int, window: 
 
 
 @pytest.mark.parametrize(("dtype", "cache_dtype"), CACHED)
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("window", [None, 100, 1100])  # 1100: items begin within a span of 1024 keys and go on in the next
 def test_a_row_is_the_same_bits_alone_in_chunks_and_in_a_batch(
     window: int | None, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> None:
     """Chunking a prompt, sharing a step and splitting the context over the cores change no bit."""
-    lengths = (90, 1, 33, 1), (600, 1200, 33, 257)
+    lengths = (90, 1, 33, 1), (2200, 1200, 33, 1300)
     case = attention_case(4, *lengths, window=window, dtype=dtype, cache_dtype=cache_dtype, num_kv_heads=2)
     whole = run(case, dtype)
     for sequence, queries in enumerate(case.metadata.query_lens):
@@ -107,14 +107,22 @@ def test_a_row_is_the_same_bits_alone_in_chunks_and_in_a_batch(
 
 @pytest.mark.parametrize(("dtype", "cache_dtype"), CACHED)
 @pytest.mark.parametrize(
-    ("query_lens", "context_lens"),
-    # An item for all splits (one thread), a piece for each split, a piece for each span; spans that end with a split or within.
-    [((1, 20), (2000, 20)), ((1,), (4 * 2 * 1024,)), ((3,), (9001,)), ((1, 1), (8193, 1025))],
+    ("query_lens", "context_lens", "window"),
+    # An item for all splits (one thread), a piece for each split, a piece for each span; spans that end with a split or within,
+    # and with a window, first spans of which the item has the end only.
+    [
+        ((1, 20), (2000, 20), None),
+        ((1,), (4 * 2 * 1024,), None),
+        ((3,), (9001,), None),
+        ((1, 1), (8193, 1025), None),
+        ((1,), (3000,), 1500),
+        ((3,), (9900,), 8300),
+    ],
 )
 def test_the_number_of_threads_changes_no_bit(
-    query_lens: tuple[int, ...], context_lens: tuple[int, ...], dtype: torch.dtype, cache_dtype: torch.dtype
+    query_lens: tuple[int, ...], context_lens: tuple[int, ...], window: int | None, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> None:
-    case = attention_case(5, query_lens, context_lens, dtype=dtype, cache_dtype=cache_dtype)
+    case = attention_case(5, query_lens, context_lens, window=window, dtype=dtype, cache_dtype=cache_dtype)
     before = torch.get_num_threads()
     results = []
     try:
@@ -132,3 +140,14 @@ def test_large_scores_do_not_overflow() -> None:
     case = attention_case(6, (1, 12), (400, 300))
     case.query *= 1000
     assert_equals_reference(case, torch.float32)
+
+
+@pytest.mark.parametrize("context", [1, 9, 128, 129])
+def test_a_query_that_is_not_a_number_stays_one(context: int) -> None:
+    """Also where the maximum of a few scores drops a NaN: what the thread computed before must not show."""
+    run(attention_case(6, (1,), (600,)), torch.float32)
+    case = attention_case(7, (1,), (context,))
+    case.query[0, 1] = torch.nan
+    heads = run(case, torch.float32).view(4, -1)
+    assert heads[1].isnan().all()
+    assert heads[[0, 2, 3]].isfinite().all()
