@@ -1,5 +1,6 @@
-"""What the host offers: memory that is available to this process, memory in huge pages, what its CPU computes with. Reads /proc
-and the cgroup files; imports no torch, so that ``gemserve info`` and the loaded model answer from the same rules."""
+"""What the host offers (memory that is available to this process, memory in huge pages, what its CPU computes with), and what a
+--quantization means. Reads /proc and the cgroup files; imports no torch, so that ``gemserve info`` and the loaded model answer
+from the same rules."""
 
 import contextlib
 import functools
@@ -8,6 +9,8 @@ import sys
 from pathlib import Path
 
 import psutil
+
+from model.errors import ConfigError
 
 _CGROUP = Path("/sys/fs/cgroup")
 _LIMITS = (  # (limit, usage, statistics with the reclaimable page cache) of cgroup versions 2 and 1
@@ -76,6 +79,13 @@ def cpu_flags() -> frozenset[str]:
         return frozenset()
     flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
     return frozenset(flags.partition(":")[2].split())
+
+
+def resolve_quantization(quantization: str, dtype: str) -> str:
+    """What a --quantization value means: "auto" is "none" where a --dtype asks for the weights as they are."""
+    if quantization not in ("auto", "none", "int8", "int4", "fp8"):
+        raise ConfigError(f"--quantization {quantization} is not supported. Use int8, int4, fp8, none or auto.")
+    return "none" if quantization == "auto" and dtype != "auto" else quantization
 
 
 def _read_number(file: Path) -> int | None:

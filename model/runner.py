@@ -19,7 +19,7 @@ from model.cuda_graphs import CudaGraphDevice, DecodeGraphs, GraphDevice
 from model.device_memory import is_out_of_memory, remedy
 from model.errors import ConfigError
 from model.gemma3 import Gemma3
-from model.host import available_memory, cpu_computes_bfloat16
+from model.host import available_memory, cpu_computes_bfloat16, resolve_quantization
 from model.kv_cache import KVCache
 from model.kv_cache_spec import KVCachePlan, KVCacheSpec
 from model.ops import Ops, select_ops
@@ -52,13 +52,6 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype} is not supported. Use bfloat16, float32 or auto.")
     return DTYPES[dtype]
-
-
-def resolve_quantization(quantization: str, dtype: str) -> str:
-    """What a --quantization value means: "auto" is "none" where a --dtype asks for the weights as they are."""
-    if quantization not in ("auto", "none", "int8", "int4", "fp8"):
-        raise ConfigError(f"--quantization {quantization} is not supported. Use int8, int4, fp8, none or auto.")
-    return "none" if quantization == "auto" and dtype != "auto" else quantization
 
 
 class ModelRunner:

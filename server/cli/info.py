@@ -69,7 +69,7 @@ def layouts(settings: Settings, *, as_json: bool) -> str:
 def report_for(settings: Settings) -> "PlanReport":
     """Raises ConfigError or CheckpointError for a model that cannot be served, or a cache that is too small."""
     from model.config import SIZES
-    from model.host import cpu_computes_bfloat16
+    from model.host import cpu_computes_bfloat16, resolve_quantization
     from model.parallel.split import divided_config, rank_parameter_count
     from server.plan import DTYPE_SIZES, make_report
 
@@ -85,7 +85,7 @@ def report_for(settings: Settings) -> "PlanReport":
     if dtype == "auto":
         dtype = "bfloat16" if settings.device == "cuda" or cpu_computes_bfloat16() else "float32"
     size = settings.tensor_parallel_size
-    rounds_weights = settings.quantization in ("int8", "int4") or (settings.quantization, settings.dtype) == ("auto", "auto")
+    rounds_weights = resolve_quantization(settings.quantization, settings.dtype) in ("auto", "int8", "int4")
     cache_dtype = "bfloat16" if settings.device != "cuda" and rounds_weights else dtype  # as the kernels of CPUs have it
     spec = divided_config(config, size).kv_cache_spec(settings.block_size, DTYPE_SIZES[cache_dtype])
     weight_bytes = rank_parameter_count(config, size, config.tie_word_embeddings) * DTYPE_SIZES[dtype]

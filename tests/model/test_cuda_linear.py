@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from model.errors import ConfigError
 from model.gemma3 import Gemma3
+from model.host import resolve_quantization
 from model.ops import LinearWeight, select_ops
 from model.ops.cuda_linear import (
     PACKED_ROWS,
@@ -18,7 +19,7 @@ from model.ops.cuda_linear import (
     quantize_int8,
 )
 from model.ops.reference import PlainWeight
-from model.runner import ModelRunner, resolve_quantization
+from model.runner import ModelRunner
 from tests.model.harness import Harness
 from tests.model.tiny_models import CONFIG, random_prompt, random_tensors
 

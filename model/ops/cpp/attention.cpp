@@ -31,7 +31,7 @@ class Merged {
     std::fill(span.states.begin(), span.states.end(), RowState{NEVER, 0.0f});
   }
   const RowState* states() const { return all.states.data(); }
-  const float* values() const { return all.values.data(); }
+  float* values() { return all.values.data(); }
 
  private:
   struct Level {
@@ -65,7 +65,7 @@ class Attention {
     partial_states = workspace<RowState, kPartial>(num_partial);
     const auto run_one = [&](int64_t i) { run_item<Activation, Cache>(items[i]); };
     parallel_for(static_cast<int64_t>(items.size()), worth_sharing() ? threads : 1, 1, run_one);
-    if (num_partial) parallel_for(static_cast<int64_t>(heads.size()), 1, 1, [&](int64_t i) { merge_item<Activation, Cache>(heads[i]); });
+    for (const Item& head : heads) merge_item<Activation, Cache>(head);
   }
 
  private:
@@ -240,15 +240,14 @@ class Attention {
   }
 
   template <class Activation, class Cache>
-  void finish(const Item& item, int64_t rows, const Merged& merged) {
-    std::vector<float> result(a.head_dim);
+  void finish(const Item& item, int64_t rows, Merged& merged) {
     for (int64_t r = 0; r < rows; ++r) {
-      std::copy_n(merged.values() + r * a.head_dim, a.head_dim, result.data());
-      in_head_order(result.data(), a.head_dim, static_cast<const Cache*>(a.v_cache));
+      float* values = merged.values() + r * a.head_dim;
+      in_head_order(values, a.head_dim, static_cast<const Cache*>(a.v_cache));
       Activation* to = static_cast<Activation*>(a.output) +
                        (query_row<Activation>(item, r) - static_cast<const Activation*>(a.query));
       const vf total = set1(merged.states()[r].total);
-      for (int64_t d = 0; d < a.head_dim; d += W) store(to + d, div(load(result.data() + d), total));
+      for (int64_t d = 0; d < a.head_dim; d += W) store(to + d, div(load(values + d), total));
     }
   }
 

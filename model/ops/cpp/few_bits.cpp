@@ -92,16 +92,15 @@ RoundedRows round_rows(const void* x, bool x_bf16, int64_t m, int64_t k, int thr
 }
 
 void linear_few_bits(const PackedWeight& weight, const void* x, bool x_bf16, int64_t m, void* out, bool out_bf16, int threads) {
-  const auto product = [&](auto* from, auto* to) {
-    for (int64_t first = 0; first < m; first += MOST_ROWS) {
-      const int64_t count = std::min(MOST_ROWS, m - first);
-      multiply(weight, round_rows(from + first * weight.k, x_bf16, count, weight.k, threads), to + first * weight.n, threads);
-    }
-  };
-  const auto to_out = [&](auto* from) {
-    out_bf16 ? product(from, static_cast<bf16*>(out)) : product(from, static_cast<float*>(out));
-  };
-  x_bf16 ? to_out(static_cast<const bf16*>(x)) : to_out(static_cast<const float*>(x));
+  const int64_t row_bytes = weight.k * static_cast<int64_t>(x_bf16 ? sizeof(bf16) : sizeof(float));
+  for (int64_t first = 0; first < m; first += MOST_ROWS) {
+    const void* from = static_cast<const char*>(x) + first * row_bytes;
+    const RoundedRows rows = round_rows(from, x_bf16, std::min(MOST_ROWS, m - first), weight.k, threads);
+    if (out_bf16)
+      multiply(weight, rows, static_cast<bf16*>(out) + first * weight.n, threads);
+    else
+      multiply(weight, rows, static_cast<float*>(out) + first * weight.n, threads);
+  }
 }
 
 }  // namespace gemserve

@@ -14,16 +14,6 @@ namespace {
 constexpr int64_t DEPTH = 512;      // inputs per pass: a panel's share (bf16 16-32 KiB) and a tile's inputs stay in cache
 constexpr int64_t WIDEN_TILES = 4;  // from so many row tiles on, bfloat16 weights are widened once and reused
 
-INLINE void load_panel(const float* p, vf& low, vf& high) {
-  low = load(p);
-  high = load(p + W);
-}
-INLINE void load_panel(const bf16* p, vf& low, vf& high) {
-  const vi pairs = loadi(p);
-  low = as_float(shift_left<16>(pairs));
-  high = as_float(andi(pairs, set1i(static_cast<int32_t>(0xffff0000u))));
-}
-
 // sums[MR][NP * NR] (+)= a [depth][MR] times NP panels [depth][NR].
 template <int MR, int NP, class T>
 void tile(const float* a, const T* b, int64_t panel_stride, int64_t depth, float* sums, int64_t stride, bool fresh) {
@@ -40,7 +30,7 @@ void tile(const float* a, const T* b, int64_t panel_stride, int64_t depth, float
       vf low, high;
       const T* row = b + p * panel_stride + k * NR;
       if (NP > 1 || MR < 4) _mm_prefetch(reinterpret_cast<const char*>(row) + 1024, _MM_HINT_T0);
-      load_panel(row, low, high);
+      load_two(row, low, high);
 #pragma GCC unroll 16
       for (int r = 0; r < MR; ++r) {
         const vf x = set1(a[k * MR + r]);
@@ -108,7 +98,7 @@ void multiply(const PackedWeight& weight, const float* packed, const RowTiles& t
           for (int64_t p = 0; p < count; ++p)
             for (int64_t i = 0; i < depth; ++i) {
               vf low, high;
-              load_panel(b + p * panel_stride + i * NR, low, high);
+              load_two(b + p * panel_stride + i * NR, low, high);
               store(wide + (p * depth + i) * NR, low);
               store(wide + (p * depth + i) * NR + W, high);
             }

@@ -185,8 +185,9 @@ INLINE vf in_register(vf v) {
   return v;
 }
 
-// 2 W values: of float32 W after W; of bfloat16 the even ones and the odd ones, for that takes half the instructions. What they
-// are multiplied by, and what is added up of them, is in the same order: in_cache_order, in_head_order.
+// 2 W values: of float32 W after W; of bfloat16 the even ones and the odd ones, for that takes half the instructions. Packed weights
+// lie so that both are in order; what attention multiplies by keys, and what it adds up of values, takes on that order:
+// in_cache_order, in_head_order.
 INLINE void load_two(const float* p, vf& first, vf& second) {
   first = load(p);
   second = load(p + W);

@@ -171,7 +171,7 @@ def test_batches_that_torch_multiplies_and_odd_heads_stay_with_the_operations() 
 
 
 def test_a_cache_beside_rounded_weights_is_bfloat16() -> None:
-    for weights, expected in (("exact", torch.float32), ("int8", torch.bfloat16), ("int4", torch.bfloat16)):
-        assert cpu_ops(torch.float32, weights).cache_dtype == expected  # type: ignore[arg-type]
+    expected: dict[WeightStorage, torch.dtype] = {"exact": torch.float32, "int8": torch.bfloat16, "int4": torch.bfloat16}
+    assert {weights: cpu_ops(torch.float32, weights).cache_dtype for weights in expected} == expected
     assert reference_ops(torch.float32).cache_dtype == torch.float32
     assert cpu_ops(torch.bfloat16).cache_dtype == torch.bfloat16
