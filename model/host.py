@@ -1,9 +1,7 @@
-"""What the host offers (memory that is available to this process, memory in huge pages, what its CPU computes with), and what a
---quantization means. Reads /proc and the cgroup files; imports no torch, so that ``gemserve info`` and the loaded model answer
-from the same rules."""
+"""What the host offers (memory that is available to this process, memory in huge pages), and what a --quantization means. Reads
+/proc and the cgroup files; imports no torch, so that ``gemserve info`` and the loaded model answer from the same rules."""
 
 import contextlib
-import functools
 import mmap
 import sys
 from pathlib import Path
@@ -21,7 +19,6 @@ _LIMITS = (  # (limit, usage, statistics with the reclaimable page cache) of cgr
         _CGROUP / "memory/memory.stat",
     ),
 )
-_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
 
 def available_memory() -> int:
@@ -62,23 +59,6 @@ class HugePageMemory:
             self._piece = memoryview(anonymous_memory(max(size, self.PIECE_BYTES)))
         taken, self._piece = self._piece[:num_bytes], self._piece[size:]
         return taken
-
-
-@functools.cache
-def cpu_computes_bfloat16() -> bool:
-    """True where the CPU multiplies bfloat16 matrices natively (AVX512_BF16 or AMX); elsewhere float32 is the faster type."""
-    return not _BFLOAT16_FLAGS.isdisjoint(cpu_flags())
-
-
-@functools.cache
-def cpu_flags() -> frozenset[str]:
-    """The instruction sets and features of the processor, as Linux names them; empty where that is not known."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return frozenset()
-    flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    return frozenset(flags.partition(":")[2].split())
 
 
 def resolve_quantization(quantization: str, dtype: str) -> str:

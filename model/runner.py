@@ -15,11 +15,12 @@ from tqdm import tqdm
 
 from model.batch import ForwardBatch, build_batch, to_device
 from model.config import Gemma3Config
+from model.cpu_features import cpu_computes_bfloat16
 from model.cuda_graphs import CudaGraphDevice, DecodeGraphs, GraphDevice
 from model.device_memory import is_out_of_memory, remedy
 from model.errors import ConfigError
 from model.gemma3 import Gemma3
-from model.host import available_memory, cpu_computes_bfloat16, resolve_quantization
+from model.host import available_memory, resolve_quantization
 from model.kv_cache import KVCache
 from model.kv_cache_spec import KVCachePlan, KVCacheSpec
 from model.ops import Ops, select_ops

@@ -26,8 +26,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from model.cpu_features import cpu_flags
 from model.file_lock import lock_file
-from model.host import anonymous_memory, cpu_flags
+from model.host import anonymous_memory
 
 if TYPE_CHECKING:
     import torch

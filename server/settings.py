@@ -13,6 +13,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from model.cpu_features import CPU_ISA_VARIABLE, CPU_ISAS
 from model.errors import ConfigError
 from server import metric_buckets
 from server.build import COMMIT_VARIABLE
@@ -358,7 +359,7 @@ def _read_config(file: Path) -> dict[str, object]:
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """A line about each GEMSERVE_* variable that no setting reads, for a warning at start."""
-    known = {item.variable for item in SETTINGS} | {CONFIG_VARIABLE, COMMIT_VARIABLE}
+    known = {item.variable for item in SETTINGS} | {CONFIG_VARIABLE, COMMIT_VARIABLE, CPU_ISA_VARIABLE}
     names = [name for name in environ if name.startswith(PREFIX) and name not in known and not _SERVICE_LINK.match(name)]
     return [f"the variable {name} is not a setting{_closest(name, known)}" for name in sorted(names)]
 
@@ -384,6 +385,11 @@ def settings_table() -> str:
         metavar = item.doc.metavar.replace("|", "\\|")
         flag = item.flag if item.name == "model" or not metavar else f"{item.flag} {metavar}"
         lines.append(f"| `{flag}` | `{item.variable}` | {item.doc.meaning} | {item.shown_default} |")
+    lines += [
+        "",
+        f"One variable is no setting: `{CPU_ISA_VARIABLE}` names the highest instruction set of the processor to use, one of",
+        f"{', '.join(CPU_ISAS)}. Without it all are used. It is for tests and for comparisons.",
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -6,5 +6,13 @@ from hypothesis import HealthCheck, settings
 from server.threads import configure_threads
 
 configure_threads()
+
+
+def pytest_report_header() -> str:
+    from tests.model.ops_cpu.instruction_sets import report
+
+    return report()
+
+
 settings.register_profile("gemserve", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("gemserve")

@@ -281,8 +281,7 @@ def select_ops(device: torch.device, dtype: torch.dtype, quantization: str = "no
 
     ``quantization``: "none" keeps weights as they are; "int8" and "int4" round those of linear layers to 8 or 4 bits, "fp8" also
     their inputs; "auto" is int8 on CPUs with fast kernels for it, whose loss is too small to matter (docs/performance.md), and
-    there keeps a copy in bfloat16 for processors that multiply large batches in it faster; elsewhere it is none. Raises
-    ConfigError when no backend does what was asked.
+    elsewhere none. Raises ConfigError when no backend does what was asked.
     """
     from model.ops.reference import ReferenceOps
 
@@ -301,7 +300,7 @@ def select_ops(device: torch.device, dtype: torch.dtype, quantization: str = "no
                 case "auto":
                     return CpuOps(device, dtype, "int8")
                 case "int8" | "int4":
-                    return CpuOps(device, dtype, quantization, use_matrix_hardware=False)
+                    return CpuOps(device, dtype, quantization)
         except BuildError as error:
             logger.warning("The fast CPU kernels are not used: %s. Everything works, several times slower.", error)
     if quantization in ("int8", "int4"):

@@ -1,9 +1,8 @@
 """The CPU backend: C++ kernels (model/ops/cpp) for AVX2 and AVX-512 behind the interface of ``Ops``.
 
 Every kernel accumulates in float32 in an order that depends on the row alone, so a row's result is bit for bit the same whatever
-else is in the batch and on any number of threads. One exception: a processor that multiplies bfloat16 matrices in hardware runs
-batches of MATRIX_ROWS rows and more through torch's own product, which is several times faster there and promises no such thing.
-Shapes that a kernel does not cover fall back to the reference.
+else is in the batch and on any number of threads. Shapes that a kernel does not cover, which no Gemma 3 has, fall back to the
+reference, which makes no such promise.
 """
 
 import weakref
@@ -13,16 +12,14 @@ from struct import Struct
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 
-from model.host import HugePageMemory, cpu_computes_bfloat16
+from model.host import HugePageMemory
 from model.kv_cache import LayerCache
 from model.ops import AttentionMetadata, Candidates, LayerOperands, LinearRole, LinearWeight, PackedForm
 from model.ops.cpu_build import load_library
 from model.ops.cpu_weights import PackedWeight, WeightStorage, choose_storage, pack_head, pack_weight, put_together, take_apart
 from model.ops.reference import ReferenceOps
 
-MATRIX_ROWS = 8  # fewer rows are bound by reading the weight, which the kernels do as fast as memory allows
 _ATTENTION = Struct("7q 6q 4q 4q d")  # AttentionArguments in cpp/attention.h
 _ROPE = Struct("9q 5q 4q 3q d")  # RopeArguments in cpp/kernels.h
 _LAYER = Struct("4q 2q 4q 2q 4q 5q 3q 2d")  # LayerArguments in cpp/layer.cpp
@@ -38,26 +35,13 @@ class _Stack:
     arguments: bytes  # a LayerArguments for each
     room: tuple[int, int]  # values that a token takes in each of the two buffers
     head_dim: int
-    has_plain_weights: bool
 
 
 class CpuOps(ReferenceOps):
     """Fused C++ kernels. Raises BuildError where they cannot be compiled or do not run."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        weights: WeightStorage = "exact",
-        *,
-        use_matrix_hardware: bool | None = None,
-    ) -> None:
-        """``weights``: how linear weights are stored (``WeightStorage`` in model/ops/cpu_weights.py).
-
-        ``use_matrix_hardware``: leave large bfloat16 batches to torch, which needs the weights as they came, beside the packed
-        ones; None: where the processor multiplies them in hardware. The head stays with the kernels, because its results must
-        not be rounded to bfloat16.
-        """
+    def __init__(self, device: torch.device, dtype: torch.dtype, weights: WeightStorage = "exact") -> None:
+        """``weights``: how linear weights are stored (``WeightStorage`` in model/ops/cpu_weights.py)."""
         super().__init__(device, dtype)
         self.weights = weights
         self._library = load_library()
@@ -65,9 +49,6 @@ class CpuOps(ReferenceOps):
         self._stack: _Stack | None = None
         self._width = int(self._library.vector_width())
         self._is_bfloat16 = int(dtype == torch.bfloat16)
-        if use_matrix_hardware is None:
-            use_matrix_hardware = cpu_computes_bfloat16()
-        self._leaves_batches_to_torch = use_matrix_hardware and dtype == torch.bfloat16
 
     @property
     def name(self) -> str:
@@ -94,8 +75,7 @@ class CpuOps(ReferenceOps):
         storage = choose_storage(weight, self.weights, role)
         if role == "head":
             return pack_head(self._library, self._memory, weight, storage)
-        keep_plain = self._leaves_batches_to_torch
-        return pack_weight(self._library, self._memory, weight, storage, keep_plain=keep_plain, may_be_int5=True)
+        return pack_weight(self._library, self._memory, weight, storage, may_be_int5=True)
 
     @property
     def stores_packed_weights(self) -> bool:
@@ -109,9 +89,6 @@ class CpuOps(ReferenceOps):
         return put_together(form)
 
     def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-        assert isinstance(weight, PackedWeight)
-        if weight.plain is not None and x.shape[0] >= MATRIX_ROWS:
-            return F.linear(x, weight.plain)
         return self._linear(x, weight, x.dtype, self._is_bfloat16)
 
     def logits(self, x: torch.Tensor, head: LinearWeight) -> torch.Tensor:
@@ -295,7 +272,7 @@ class CpuOps(ReferenceOps):
         if stack is None or stack.layers is not layers or stack.keys() is not caches[0].keys:
             stack = self._stack = self._stack_of(layers, caches, hidden.shape[1])
         num_tokens = len(hidden)
-        if stack.head_dim % (2 * self._width) or (num_tokens >= MATRIX_ROWS and stack.has_plain_weights):
+        if stack.head_dim % (2 * self._width):
             return False
         assert hidden.is_contiguous()
         assert residual.is_contiguous()
@@ -321,7 +298,7 @@ class CpuOps(ReferenceOps):
         return True
 
     def _stack_of(self, layers: Sequence[LayerOperands], caches: Sequence[LayerCache], hidden_size: int) -> _Stack:
-        records, room, has_plain_weights = [], [hidden_size, hidden_size], False
+        records, room = [], [hidden_size, hidden_size]
         for layer, cache in zip(layers, caches, strict=True):
             weights = [cast(PackedWeight, weight) for weight in (layer.qkv, layer.attention_output, layer.gate_up, layer.down)]
             norms = (layer.q_norm, layer.k_norm, layer.post_attention_norm, layer.pre_feedforward_norm)
@@ -347,9 +324,8 @@ class CpuOps(ReferenceOps):
             query_size = layer.num_heads * cache.keys.shape[3]
             room[0] = max(room[0], weights[0].out_features, query_size, 2 * layer.intermediate_size)
             room[1] = max(room[1], query_size, layer.intermediate_size)
-            has_plain_weights |= any(weight.plain is not None for weight in weights)
         keys = caches[0].keys
-        return _Stack(layers, weakref.ref(keys), b"".join(records), (room[0], room[1]), keys.shape[3], has_plain_weights)
+        return _Stack(layers, weakref.ref(keys), b"".join(records), (room[0], room[1]), keys.shape[3])
 
     # -- sampling --------------------------------------------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@ with the SHA-256 of its own content: damage is noticed before it is mapped, and 
 ``python -m model.ops.cpu_build`` builds every variant ahead of time; with ``--prebuilt`` beside the code, for an image without a
 compiler and with a read-only file system.
 
-Variants differ in the instructions that they use, never in their source. AVX2 is the one that is tested on hardware; the AVX-512
-variants are the same kernels over wider vectors.
+Variants differ in the instructions that they use, never in their source: those for AVX-512 are the same kernels over wider
+vectors.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.checkpoint.base import default_cache_dir
+from model.cpu_features import CPU_ISAS, cpu_flags
 
 logger = logging.getLogger(__name__)
 
@@ -42,19 +43,22 @@ _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-Wno-
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A set of instructions: what /proc/cpuinfo must list, and the compiler's flags."""
+    """The kernels for one instruction set of ``CPU_ISAS``, which those before it are part of."""
 
     name: str
-    cpu_flags: frozenset[str]
     compiler_flags: tuple[str, ...]
 
+    @property
+    def cpu_flags(self) -> frozenset[str]:
+        """What the processor must have."""
+        names = list(CPU_ISAS)
+        return frozenset().union(*(CPU_ISAS[name] for name in names[: names.index(self.name) + 1]))
 
-_AVX2_NEEDS = frozenset({"avx2", "fma", "f16c"})
-_AVX512_NEEDS = _AVX2_NEEDS | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+
 VARIANTS = (  # best first
-    Variant("avx512_vnni", _AVX512_NEEDS | {"avx512_vnni"}, (*_AVX512, "-mavx512vnni")),
-    Variant("avx512", _AVX512_NEEDS, _AVX512),
-    Variant("avx2", _AVX2_NEEDS, _AVX2),
+    Variant("avx512_vnni", (*_AVX512, "-mavx512vnni")),
+    Variant("avx512", _AVX512),
+    Variant("avx2", _AVX2),
 )
 
 
@@ -62,15 +66,9 @@ class BuildError(Exception):
     """The kernels cannot be had on this machine; the text says why and what to do."""
 
 
-@functools.cache
 def detect_variant() -> Variant | None:
-    """The best variant that this processor runs; None where it runs none."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    available = frozenset(line.partition(":")[2].split())
+    """The best variant that this processor runs, up to the set that GEMSERVE_CPU_ISA names; None where it runs none."""
+    available = cpu_flags()
     return next((variant for variant in VARIANTS if variant.cpu_flags <= available), None)
 
 
@@ -165,7 +163,6 @@ def _run(command: list[str]) -> None:
         raise BuildError(f"the compiler failed: {' '.join(command)}\n{finished.stderr[-2000:]}")
 
 
-@functools.cache
 def load_library() -> ctypes.CDLL:
     """The kernels for this processor, with the signatures of their functions set. Raises BuildError.
 
@@ -174,10 +171,13 @@ def load_library() -> ctypes.CDLL:
     variant = detect_variant()
     if variant is None:
         raise BuildError("this processor has neither AVX2 nor AVX-512")
-    if override := os.environ.get("GEMSERVE_CPU_KERNELS"):
-        path = Path(override)
-    else:
-        path = build(variant, default_cache_dir(), sanitize=os.environ.get("GEMSERVE_SANITIZE") == "1")
+    override = os.environ.get("GEMSERVE_CPU_KERNELS")
+    return _load(variant, override, default_cache_dir(), os.environ.get("GEMSERVE_SANITIZE") == "1")
+
+
+@functools.cache
+def _load(variant: Variant, override: str | None, cache_dir: Path, sanitize: bool) -> ctypes.CDLL:
+    path = Path(override) if override else build(variant, cache_dir, sanitize=sanitize)
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:

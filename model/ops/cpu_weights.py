@@ -56,12 +56,11 @@ class PackedWeight:
     scales: torch.Tensor | None
     descriptor: _Descriptor
     address: int  # of the descriptor
-    plain: torch.Tensor | None = None  # as it came, for batches that torch multiplies
     sketch: Sketch | None = None  # of a head, for the likeliest token
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in (self.data, self.scales, self.plain, self.sketch) if part is not None)
+        return sum(part.nbytes for part in (self.data, self.scales, self.sketch) if part is not None)
 
 
 def choose_storage(weight: torch.Tensor, wanted: WeightStorage, role: LinearRole) -> str:
@@ -79,12 +78,11 @@ def pack_weight(
     weight: torch.Tensor,
     storage: str,
     *,
-    keep_plain: bool = False,
     may_be_int5: bool = False,
 ) -> PackedWeight:
     """Pack a weight [out_features, in_features] of float32 or bfloat16.
 
-    ``keep_plain``: keep the weight as it is, too. ``may_be_int5``: instead of int8, where five bits hold most of it exactly.
+    ``may_be_int5``: instead of int8, where five bits hold most of it exactly.
     """
     source = weight.contiguous()
     forms = None
@@ -94,7 +92,7 @@ def pack_weight(
         forms = _forms_needed(library, source)
         storage = "int8" if forms is None else "int5"
     data, scales = _room(library, memory, source.shape, storage, forms)
-    packed = _described(source.shape[0], source.shape[1], storage, data, scales, source if keep_plain else None)
+    packed = _described(source.shape[0], source.shape[1], storage, data, scales)
     library.pack_linear(packed.address, source.data_ptr(), int(source.dtype == torch.bfloat16), torch.get_num_threads())
     return packed
 
@@ -108,7 +106,7 @@ def pack_head(library: ctypes.CDLL, memory: HugePageMemory, weight: torch.Tensor
     forms = _four_bits(library, out_features)
     data, _ = _room(library, memory, weight.shape, "int4", forms)
     spreads = torch.empty(len(forms), library.sketch_spreads(in_features))
-    sketch = Sketch(_described(out_features, in_features, "int4", data, None, None), spreads)
+    sketch = Sketch(_described(out_features, in_features, "int4", data, None), spreads)
     library.pack_sketch(sketch.weight.address, sketch.spreads.data_ptr(), packed.address, torch.get_num_threads())
     return replace(packed, sketch=sketch)
 
@@ -153,7 +151,7 @@ def _empty(memory: HugePageMemory, count: int, dtype: torch.dtype) -> torch.Tens
 
 def take_apart(weight: PackedWeight) -> PackedForm:
     """What ``put_together`` makes the weight of again, without packing."""
-    tensors = {"data": weight.data, "scales": weight.scales, "plain": weight.plain}
+    tensors = {"data": weight.data, "scales": weight.scales}
     if weight.sketch is not None:
         sketch = weight.sketch
         tensors |= {"sketch": sketch.weight.data, "sketch_spreads": sketch.spreads}
@@ -166,10 +164,10 @@ def take_apart(weight: PackedWeight) -> PackedForm:
 def put_together(form: PackedForm) -> PackedWeight:
     values, tensors = form.values, form.tensors
     sizes = int(values["out_features"]), int(values["in_features"])
-    weight = _described(*sizes, str(values["storage"]), tensors["data"], tensors.get("scales"), tensors.get("plain"))
+    weight = _described(*sizes, str(values["storage"]), tensors["data"], tensors.get("scales"))
     if "sketch" not in tensors:
         return weight
-    sketch = _described(*sizes, "int4", tensors["sketch"], None, None)
+    sketch = _described(*sizes, "int4", tensors["sketch"], None)
     return replace(weight, sketch=Sketch(sketch, tensors["sketch_spreads"]))
 
 
@@ -179,7 +177,6 @@ def _described(
     storage: str,
     data: torch.Tensor,
     scales: torch.Tensor | None,
-    plain: torch.Tensor | None,
 ) -> PackedWeight:
     descriptor = _Descriptor(
         data.data_ptr(),
@@ -189,7 +186,7 @@ def _described(
         GROUP,
         _KINDS[storage],
     )
-    return PackedWeight(out_features, in_features, storage, data, scales, descriptor, ctypes.addressof(descriptor), plain)
+    return PackedWeight(out_features, in_features, storage, data, scales, descriptor, ctypes.addressof(descriptor))
 
 
 def _fits_bfloat16(weight: torch.Tensor) -> bool:

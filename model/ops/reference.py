@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from model.host import cpu_computes_bfloat16
+from model.cpu_features import cpu_computes_bfloat16
 from model.ops import AttentionMetadata, Candidates, LinearRole, LinearWeight, Ops
 
 MAX_SCORES = 1 << 23  # attention scores held at once (32 MiB of float32): queries of a long prefill are sliced to stay below
@@ -51,13 +51,20 @@ class AttentionPlan:
 
 
 def plan_attention(metadata: AttentionMetadata) -> AttentionPlan:
-    """Slots that each sequence reads, found once per step and layer group: exactly the visible keys, never a slot beyond."""
+    """Slots that each sequence reads, found once per step and layer group: exactly the visible keys, never a slot beyond.
+
+    Lengths are those of the tensor: the host's copies are only upper bounds in a captured step. Of length 0 are rows of padding,
+    which read nothing.
+    """
     device = metadata.block_table.device
     block_size = metadata.block_size
     prefills: list[PrefillSequence] = []
     decodes: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)  # by power of two of keys, so that padding is bounded
     token = 0
-    for i, (num_queries, context) in enumerate(zip(metadata.query_lens, metadata.context_lens, strict=True)):
+    for i, (num_queries, context) in enumerate(zip(metadata.query_lens, metadata.context_lens_tensor.tolist(), strict=True)):
+        if context == 0:
+            token += num_queries
+            continue
         start = context - num_queries
         first = 0 if metadata.window is None else max(0, start - metadata.window + 1)
         if num_queries == 1:
@@ -164,7 +171,7 @@ class ReferenceOps(Ops):
             plan = metadata.scratch["reference"] = plan_attention(metadata)
         num_tokens, num_heads, head_dim = query.shape
         num_kv_heads = k_cache.shape[2]
-        output = torch.empty_like(query)
+        output = torch.zeros_like(query)
         for group in plan.decodes:
             grouped = query[group.tokens].view(-1, num_kv_heads, num_heads // num_kv_heads, head_dim).float()  # [s, Hkv, G, D]
             key = _gather(k_cache, group.slots).permute(0, 2, 3, 1)  # [s, Hkv, D, t]

@@ -69,7 +69,8 @@ def layouts(settings: Settings, *, as_json: bool) -> str:
 def report_for(settings: Settings) -> "PlanReport":
     """Raises ConfigError or CheckpointError for a model that cannot be served, or a cache that is too small."""
     from model.config import SIZES
-    from model.host import cpu_computes_bfloat16, resolve_quantization
+    from model.cpu_features import cpu_computes_bfloat16
+    from model.host import resolve_quantization
     from model.parallel.split import divided_config, rank_parameter_count
     from server.plan import DTYPE_SIZES, make_report
 

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -84,6 +85,26 @@ def test_paged_attention_equals_dense_attention(
         expected = [dense_attention(q, k, v, 0.3, width) for q, k, v in zip(queries, keys, values, strict=True)]
         # float32 against float64 on sums of a few dozen terms
         torch.testing.assert_close(output.double(), torch.cat(expected).flatten(1), rtol=0, atol=1e-5)
+
+
+def test_a_captured_step_reads_what_the_tensor_of_lengths_says_and_nothing_for_padding() -> None:
+    """There the host's copies are upper bounds, which lead far into memory that nobody has written."""
+    lengths = [(21, 1), (4, 1), (9, 1)]
+    whole, local, _, _, k_cache, v_cache = attention_case(lengths, 8, 4, 2, 16, seed=3)
+    query = torch.randn(4, 4, 16, generator=generator(1))
+    for metadata in (whole, local):
+        expected = OPS.paged_attention(query[:3], k_cache, v_cache, metadata, 0.3)
+        width = metadata.block_table.shape[1]
+        captured = replace(
+            metadata,
+            query_lens=(1,) * 4,
+            context_lens=(4 * width,) * 4,
+            query_start=torch.arange(5, dtype=torch.int32),
+            context_lens_tensor=torch.cat([metadata.context_lens_tensor, torch.zeros(1, dtype=torch.int32)]),
+            block_table=torch.cat([metadata.block_table, torch.zeros(1, width, dtype=torch.int32)]),
+            scratch={},
+        )
+        assert torch.equal(OPS.paged_attention(query, k_cache, v_cache, captured, 0.3)[:3], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,7 +1,7 @@
 """What the tests of the CPU kernels share: the backend under test, and random paged caches whose unwritten memory is NaN."""
 
+import os
 import random
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -9,23 +9,29 @@ from functools import cache
 import pytest
 import torch
 
+from model.cpu_features import CPU_ISA_VARIABLE
 from model.ops import AttentionMetadata
 from model.ops.cpu import CpuOps
-from model.ops.cpu_build import detect_variant
 from model.ops.cpu_weights import WeightStorage
 from model.ops.reference import ReferenceOps
+from tests.model.ops_cpu.instruction_sets import instruction_sets
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 CACHED = [*((dtype, dtype) for dtype in DTYPES), (torch.float32, torch.bfloat16)]  # types of activations and of the cache
-needs_kernels = pytest.mark.skipif(
-    detect_variant() is None or shutil.which("g++") is None, reason="needs g++ and a processor with AVX2"
-)
+needs_kernels = pytest.mark.skipif(not instruction_sets(), reason="needs g++ and a processor with AVX2")
+# For a module of tests: each runs once for every instruction set.
+every_instruction_set = [needs_kernels, pytest.mark.usefixtures("instruction_set")]
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # relative error of rounding once to the type
 
 
-@cache
 def cpu_ops(dtype: torch.dtype, weights: WeightStorage = "exact") -> CpuOps:
+    """The backend over the kernels that are in use now."""
+    return _cpu_ops(dtype, weights, os.environ.get(CPU_ISA_VARIABLE), os.environ.get("GEMSERVE_CPU_KERNELS"))
+
+
+@cache
+def _cpu_ops(dtype: torch.dtype, weights: WeightStorage, highest_isa: str | None, library: str | None) -> CpuOps:
     return CpuOps(CPU, dtype, weights)
 
 

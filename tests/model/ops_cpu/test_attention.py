@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.model.ops_cpu.harness import CACHED, AttentionCase, attention_case, cpu_ops, needs_kernels, reference_ops
+from tests.model.ops_cpu.harness import CACHED, AttentionCase, attention_case, cpu_ops, every_instruction_set, reference_ops
 
-pytestmark = needs_kernels
+pytestmark = every_instruction_set
 
 # Softmax and sums in another order; in bfloat16 both sides round their result once, to neighbouring values at worst.
 TOLERANCE = {

@@ -24,12 +24,8 @@ def test_no_compiler_means_the_reference_and_one_warning(
 ) -> None:
     monkeypatch.setenv("GEMSERVE_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    cpu_build.load_library.cache_clear()
-    try:
-        with caplog.at_level(logging.WARNING):
-            ops = select_ops(torch.device("cpu"), torch.float32)
-    finally:
-        cpu_build.load_library.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        ops = select_ops(torch.device("cpu"), torch.float32)
     assert type(ops) is ReferenceOps
     assert len(caplog.records) == 1
     assert "g++" in caplog.text
@@ -37,11 +33,7 @@ def test_no_compiler_means_the_reference_and_one_warning(
 
 def test_a_processor_without_avx2_means_the_reference(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(cpu_build, "detect_variant", lambda: None)
-    cpu_build.load_library.cache_clear()
-    try:
-        assert type(select_ops(torch.device("cpu"), torch.bfloat16)) is ReferenceOps
-    finally:
-        cpu_build.load_library.cache_clear()
+    assert type(select_ops(torch.device("cpu"), torch.bfloat16)) is ReferenceOps
     assert "AVX2" in caplog.text
 
 

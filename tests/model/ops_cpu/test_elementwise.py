@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.model.ops_cpu.harness import CACHED, DTYPES, cpu_ops, needs_kernels, reference_ops
+from tests.model.ops_cpu.harness import CACHED, DTYPES, cpu_ops, every_instruction_set, reference_ops
 
-pytestmark = needs_kernels
+pytestmark = every_instruction_set
 
 # float32: sums in another order and an exponential of our own, a few units in the last place each. bfloat16: both sides round
 # once or more, and may land on neighbouring values: two units of 2^-8.

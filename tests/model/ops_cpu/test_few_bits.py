@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from model.ops.cpu_weights import GROUP, PackedWeight, WeightStorage
-from tests.model.ops_cpu.harness import DTYPES, ROUNDING, cpu_ops, needs_kernels, random_case
+from tests.model.ops_cpu.harness import DTYPES, ROUNDING, cpu_ops, every_instruction_set, random_case
 from tests.model.ops_cpu.weights import panel_features, q4_0, q4_k, q5_0, q5_1, stored_case, stored_weight
 
-pytestmark = needs_kernels
+pytestmark = every_instruction_set
 
 
 def test_int4_rounds_no_group_worse_than_evenly_between_its_ends() -> None:

@@ -7,10 +7,10 @@ import torch
 
 from model.ops.cpu import CpuOps
 from model.ops.cpu_weights import GROUP, PackedWeight, put_together, take_apart
-from tests.model.ops_cpu.harness import DTYPES, cpu_ops, needs_kernels, random_case
+from tests.model.ops_cpu.harness import DTYPES, cpu_ops, every_instruction_set, random_case
 from tests.model.ops_cpu.weights import panel_features, q5_0
 
-pytestmark = needs_kernels
+pytestmark = every_instruction_set
 
 
 def pack(ops: CpuOps, weight: torch.Tensor) -> PackedWeight:

@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from model.ops.cpu import MATRIX_ROWS, CpuOps
 from model.ops.cpu_weights import GROUP, WeightStorage
-from tests.model.ops_cpu.harness import CPU, DTYPES, ROUNDING, cpu_ops, needs_kernels, random_case
+from tests.model.ops_cpu.harness import DTYPES, ROUNDING, cpu_ops, every_instruction_set, random_case
 from tests.model.ops_cpu.weights import STORAGES, stored_case
 
-pytestmark = needs_kernels
+pytestmark = every_instruction_set
 
 SHAPES = [(1, 1), (7, 3), (16, 8), (33, 65), (129, 640), (640, 1025), (100, 513), (64, 2048)]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 13, 32, 61, 250, 500]
@@ -123,13 +122,3 @@ def test_a_row_that_is_not_finite_shows_and_stays_alone(storage: str, poison: fl
     assert not torch.isfinite(dirty[2]).any()
     assert torch.equal(dirty[3:], clean[3:])
     assert torch.equal(dirty[:2], clean[:2])
-
-
-def test_matrix_hardware_takes_large_batches_but_never_the_head() -> None:
-    ops = CpuOps(CPU, torch.bfloat16, use_matrix_hardware=True)
-    x, weight = random_case(MATRIX_ROWS + 1, 70, 96, torch.bfloat16)
-    packed, head = ops.pack_linear(weight, "qkv"), ops.pack_linear(weight, "head")
-    assert torch.equal(ops.linear(x, packed), torch.nn.functional.linear(x, weight))
-    assert_product(ops.linear(x[:2], packed), x[:2], weight, weight)
-    assert_product(ops.logits(x, head), x, weight, weight)
-    assert packed.nbytes > head.nbytes  # the plain weight is counted

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.model.ops_cpu.harness import cpu_ops, needs_kernels, reference_ops
+from tests.model.ops_cpu.harness import cpu_ops, every_instruction_set, reference_ops
 
-pytestmark = needs_kernels
+pytestmark = every_instruction_set
 
 SIZES = [1, 2, 7, 33, 1000, 1024, 1025, 32768, 40000, 262144]
 
