@@ -21,7 +21,7 @@ _VNNI = "avx512_vnni"
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """The kernels of one variant: compiled for it, or of AVX2 instructions through SIMDe, which proves the source, not its speed."""
+    """One variant, compiled for its processors, or of AVX2 instructions through SIMDe: that proves the source, not its speed."""
 
     variant: Variant
     emulated: bool
