@@ -49,7 +49,7 @@ COPY server server
 # The kernels are compiled for every kind of processor that has some; the server picks at start.
 RUN /opt/gemserve/bin/pip install --no-input --no-deps --no-build-isolation .
 WORKDIR /
-RUN /opt/gemserve/bin/python -m model.ops.cpu_build --prebuilt \
+RUN /opt/gemserve/bin/python -m model.ops.cpu.build --prebuilt \
     && /opt/gemserve/bin/pip uninstall --yes hatchling
 
 FROM ${BASE_IMAGE}

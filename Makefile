@@ -30,7 +30,7 @@ format: .venv/test.stamp
 	$(BIN)/python -m ruff format .
 
 docs: .venv/demo.stamp
-	$(BIN)/python -m server.settings > docs/settings.md
+	$(BIN)/python -m server.settings.settings > docs/settings.md
 	$(BIN)/python deploy/grafana/make_dashboard.py > deploy/grafana/gemserve.json
 	$(BIN)/python deploy/kubernetes/make_prometheusrule.py > deploy/kubernetes/base/prometheusrule.yaml
 
@@ -53,19 +53,19 @@ schema-test: .venv/test.stamp
 
 # Address and undefined-behaviour sanitizers over the tests of the C++ kernels; needs g++ with their runtimes.
 sanitize: .venv/test.stamp
-	tests/model/ops_cpu/sanitize.sh $(BIN)/python
+	tests/model/ops/cpu/sanitize.sh $(BIN)/python
 
 # The tests of the CUDA kernels on a GPU, and the attention kernels once more under compute-sanitizer where it is on the PATH.
 # Needs torch's CUDA build: make .venv/test.stamp, then install it into .venv.
 gpu-test: .venv/test.stamp
 	$(BIN)/python -m pytest -m gpu tests/model $(ARGS)
 	if command -v compute-sanitizer > /dev/null; then PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \
-	  --target-processes all --error-exitcode 1 $(BIN)/python -m pytest -m gpu -x tests/model/ops_cuda/test_attention.py; \
+	  --target-processes all --error-exitcode 1 $(BIN)/python -m pytest -m gpu -x tests/model/ops/cuda/test_attention.py; \
 	  else echo "no compute-sanitizer on the PATH: attention kernels not checked with it"; fi
 
 # Every CUDA kernel of every published size, compiled for Ampere to Blackwell on any machine. Takes minutes.
 gpu-compile: .venv/test.stamp
-	$(BIN)/python -m tests.model.ops_cuda.compile_kernels $(ARGS)
+	$(BIN)/python -m tests.model.ops.cuda.compile_kernels $(ARGS)
 
 # Random checkpoints of every published size, with true widths and few layers: loaded, planned and run. 5 GB of disk, 8 GB of memory.
 sizes-test: .venv/test.stamp

@@ -4,10 +4,10 @@ cause ends with one line on standard error and a non-zero exit code, never with 
 import sys
 from collections.abc import Sequence
 
-from model.errors import ModelError
-from server.cli import build_parser
-from server.settings import SettingsError
-from server.threads import configure_threads
+from model.interface.errors import ModelError
+from server.cli.parser import build_parser
+from server.loading.threads import configure_threads
+from server.settings.settings import SettingsError
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2

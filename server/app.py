@@ -17,25 +17,31 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api import decisions, docs_routes, embeddings, generation_routes, info_routes, messages_routes, tokenize_routes
-from server.api.error_answers import error_answer
-from server.api.openapi import openapi_document
-from server.api_keys import api_keys
-from server.engine.loaded import LoadedEngine, load_engine
+from server.api.decisions import routes as decisions
+from server.api.embeddings import routes as embeddings
+from server.api.generation import endpoint as generation_routes
+from server.api.messages import routes as messages_routes
+from server.api.meta import docs as docs_routes
+from server.api.meta import info as info_routes
+from server.api.meta.openapi import openapi_document
+from server.api.tokenize import routes as tokenize_routes
 from server.engine.memory_readings import MemoryReadings
 from server.engine.stats import StepStats
-from server.engine_metrics import EngineCollector
 from server.errors import ApiError, ClientDisconnectedError, invalid_request, method_not_supported, unknown_url
-from server.host_check import HostMiddleware
-from server.metrics import Metrics
-from server.middleware import CLIENT_CLOSED_REQUEST, ApiKeyMiddleware, Refusals, RequestContextMiddleware
-from server.settings import Settings
+from server.http.api_keys import api_keys
+from server.http.error_answers import error_answer
+from server.http.host_check import HostMiddleware
+from server.http.middleware import CLIENT_CLOSED_REQUEST, ApiKeyMiddleware, Refusals, RequestContextMiddleware
+from server.http.unread_body import UnreadBodyMiddleware
+from server.loading.load import LoadedEngine, load_engine
+from server.observability.engine_metrics import EngineCollector
+from server.observability.metrics import Metrics
+from server.observability.stats_log import log_stats
+from server.observability.tracing import RequestTracer, load_tracer
+from server.observability.vllm_metrics import VllmCollector
+from server.settings.settings import Settings
 from server.state import ServerState
-from server.stats_log import log_stats
-from server.tracing import RequestTracer, load_tracer
-from server.unread_body import UnreadBodyMiddleware
 from server.version import __version__
-from server.vllm_metrics import VllmCollector
 
 logger = logging.getLogger("gemserve.app")
 
@@ -220,7 +226,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
-    """Bodies are checked by ``api.validation``; what is left to the framework are path parameters."""
+    """Bodies are checked by ``api.generation.validation``; what is left to the framework are path parameters."""
     return error_answer(request.scope, invalid_request("The request is not valid.", code="invalid_value"))
 
 

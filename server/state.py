@@ -12,12 +12,12 @@ import anyio
 
 from server.admission import AdmissionControl
 from server.engine.async_engine import AsyncEngine
-from server.engine.loaded import LoadedEngine
 from server.engine.memory_readings import MemoryReadings
 from server.errors import ApiError, model_not_ready, shutting_down
-from server.metrics import Metrics
-from server.settings import Settings
-from server.tracing import RequestTracer
+from server.loading.load import LoadedEngine
+from server.observability.metrics import Metrics
+from server.observability.tracing import RequestTracer
+from server.settings.settings import Settings
 from server.version import __version__
 
 # Two prompts at a time are encoded outside the event loop; more threads would only take cores from the model.

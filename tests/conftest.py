@@ -3,13 +3,13 @@ generated examples have no deadline, which a busy machine would miss by chance."
 
 from hypothesis import HealthCheck, settings
 
-from server.threads import configure_threads
+from server.loading.threads import configure_threads
 
 configure_threads()
 
 
 def pytest_report_header() -> str:
-    from tests.model.ops_cpu.instruction_sets import report
+    from tests.model.ops.cpu.instruction_sets import report
 
     return report()
 

@@ -14,17 +14,17 @@ import tokenizers
 from tokenizers import AddedToken, decoders, normalizers
 from tokenizers.models import BPE
 
-from model.grammar_state import GrammarFault
-from model.kv_cache_spec import KVCacheSpec
-from model.sampling_params import SamplingParams
-from model.sequence_chunk import NOT_FINITE, ChunkResult, SequenceChunk, StepMemoryError, TokenLogprobs
+from model.interface.grammar_state import GrammarFault
+from model.interface.kv_cache_spec import KVCacheSpec
+from model.interface.sampling_params import SamplingParams
+from model.interface.sequence_chunk import NOT_FINITE, ChunkResult, SequenceChunk, StepMemoryError, TokenLogprobs
 from server.engine.async_engine import AsyncEngine, EngineLimits
 from server.engine.core import EngineCore
-from server.engine.kv_manager import KVCacheManager
-from server.engine.loaded import LoadedEngine
-from server.engine.scheduler import SchedulerConfig
+from server.engine.kv.kv_manager import KVCacheManager
+from server.engine.scheduler.scheduler import SchedulerConfig
 from server.grammar.compiler import GrammarCompiler
-from server.settings import Settings
+from server.loading.load import LoadedEngine
+from server.settings.settings import Settings
 from server.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 512

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from model.sampling_params import SamplingParams
-from model.sequence_chunk import ChunkResult, SequenceChunk
+from model.interface.sampling_params import SamplingParams
+from model.interface.sequence_chunk import ChunkResult, SequenceChunk
 from tests.fakes import END_OF_TURN, FakeRunner, fake_engine_factory, fake_tokenizer
 from tests.http.live_server import LiveServer, live_server
 

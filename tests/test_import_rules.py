@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SCHEDULING = ("request", "block_pool", "kv_manager", "decode_group", "scheduled_batch", "scheduler", "stats")
+SCHEDULING = (
+    "request",
+    "stats",
+    "kv.block_pool",
+    "kv.kv_manager",
+    "scheduler.decode_group",
+    "scheduler.scheduled_batch",
+    "scheduler.scheduler",
+)
 
 
 def sources(*patterns: str) -> list[Path]:
@@ -50,16 +58,16 @@ def test_nothing_served_knows_how_it_is_deployed() -> None:
 
 def test_the_simulation_imports_no_torch() -> None:
     files = [file for file in sources("deploy/scaling/*.py") if file.name != "measure.py"]
-    assert violations(files, "torch", "model.runner") == []
+    assert violations(files, "torch", "model.execution.runner") == []
 
 
 def test_scheduling_imports_no_torch() -> None:
-    files = [ROOT / "server" / "engine" / f"{name}.py" for name in SCHEDULING]
-    assert violations(files, "torch", "model.runner") == []
+    files = [ROOT / "server" / "engine" / f"{name.replace('.', '/')}.py" for name in SCHEDULING]
+    assert violations(files, "torch", "model.execution.runner") == []
 
 
 def test_api_imports_no_torch() -> None:
-    assert violations(sources("server/api/**/*.py"), "torch", "model.runner") == []
+    assert violations(sources("server/api/**/*.py"), "torch", "model.execution.runner") == []
 
 
 def test_text_knows_neither_engine_nor_api() -> None:
@@ -77,8 +85,8 @@ def test_engine_knows_no_http_and_no_command_line() -> None:
 
 def test_only_loading_and_the_core_touch_the_model_runner() -> None:
     # quality.py is a command of its own that compares two loaded models; it serves nothing.
-    allowed = {ROOT / "server/engine/core.py", ROOT / "server/engine/loaded.py", ROOT / "server/quality.py"}
-    assert violations([file for file in sources("server/**/*.py") if file not in allowed], "model.runner") == []
+    allowed = {ROOT / "server/engine/core.py", ROOT / "server/loading/load.py", ROOT / "server/bench/quality.py"}
+    assert violations([file for file in sources("server/**/*.py") if file not in allowed], "model.execution.runner") == []
 
 
 def test_command_line_and_plan_import_no_torch_by_themselves() -> None:
@@ -89,8 +97,8 @@ def test_command_line_and_plan_import_no_torch_by_themselves() -> None:
 @pytest.mark.parametrize(
     "modules",
     [
-        ["server.settings", "server.__main__", "server.cli", "server.plan", "server.bench.run"],
-        ["model.checkpoint", "model.weight_cache", "model.torch_import", "server.engine.loaded"],
+        ["server.settings.settings", "server.__main__", "server.cli", "server.loading.memory_plan", "server.bench.run"],
+        ["model.checkpoint.open", "model.execution.weight_cache", "model.host.torch_import", "server.loading.load"],
         [f"server.engine.{name}" for name in SCHEDULING],
         ["server.text"],
         ["server.grammar"],

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from model.config import Gemma3Config
-from model.gemma3 import Gemma3
-from model.kv_cache_spec import KVCachePlan
+from model.config.gemma3_config import Gemma3Config
+from model.execution.runner import ModelRunner
+from model.interface.kv_cache_spec import KVCachePlan
+from model.network.gemma3 import Gemma3
 from model.ops.reference import ReferenceOps
-from model.runner import ModelRunner
 from tests.server.text.small_tokenizer import build_library_tokenizer
 
 WINDOW = 64

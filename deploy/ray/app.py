@@ -17,9 +17,9 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
 from deploy.ray.arguments import RayArguments
 from server.app import create_app
-from server.settings import Settings
+from server.loading.threads import configure_threads
+from server.settings.settings import Settings
 from server.state import ServerState
-from server.threads import configure_threads
 
 # Requests that name the same session in the header x-session-id (RAY_SERVE_SESSION_ID_HEADER_KEY on the nodes names another) go
 # to the same replica, whose cache holds what was said before. Those without are spread evenly.

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-from server.settings import SETTINGS, Settings
+from server.settings.settings import SETTINGS, Settings
 
 UNLIMITED = 1_000_000  # in place of gemserve's 0, which Ray has no word for
 

@@ -9,9 +9,9 @@ from deploy.scaling.capacity import capacity
 from deploy.scaling.simulation import Policy, simulate
 from deploy.scaling.timing import Profile
 from deploy.scaling.workload import Demand
-from model.errors import ModelError
-from server.settings import add_arguments, load_settings
-from server.threads import configure_threads
+from model.interface.errors import ModelError
+from server.loading.threads import configure_threads
+from server.settings.settings import add_arguments, load_settings
 
 SETTINGS = (
     "model",

@@ -6,17 +6,17 @@ import statistics
 from pathlib import Path
 
 from deploy.scaling.timing import Curve, Profile, StepTiming, keys_read
-from model.checkpoint import open_checkpoint
-from model.cuda_graphs import padded_sizes
-from model.runner import ModelRunner
-from model.sampling_params import SamplingParams
+from model.checkpoint.open import open_checkpoint
+from model.execution.cuda_graphs import padded_sizes
+from model.execution.runner import ModelRunner
+from model.interface.sampling_params import SamplingParams
 from server.engine.core import EngineCore
-from server.engine.kv_manager import KVCacheManager
-from server.engine.loaded import cache_budget, captures_graphs
+from server.engine.kv.kv_manager import KVCacheManager
 from server.engine.request import GenerationSpec
-from server.engine.scheduler import SchedulerConfig
-from server.plan import effective_max_model_len
-from server.settings import Settings
+from server.engine.scheduler.scheduler import SchedulerConfig
+from server.loading.load import cache_budget, captures_graphs
+from server.loading.memory_plan import effective_max_model_len
+from server.settings.settings import Settings
 from server.text.tokenizer import Tokenizer
 
 SHORT_PROMPT, LONG_PROMPT = 16, 2048

@@ -13,12 +13,12 @@ from enum import StrEnum
 
 from deploy.scaling.timing import Profile
 from deploy.scaling.workload import Demand, SimulatedRequest, requests_of
-from model.sampling_params import SamplingParams
-from model.sequence_chunk import ChunkResult, SequenceChunk
+from model.interface.sampling_params import SamplingParams
+from model.interface.sequence_chunk import ChunkResult, SequenceChunk
 from server.engine.core import EngineCore
-from server.engine.kv_manager import KVCacheManager
+from server.engine.kv.kv_manager import KVCacheManager
 from server.engine.request import GenerationSpec, TokenOutput
-from server.engine.scheduler import SchedulerConfig
+from server.engine.scheduler.scheduler import SchedulerConfig
 
 TOKEN = 7  # what every simulated step samples
 WARM_UP = GenerationSpec("warm-up", (TOKEN,) * 64, SamplingParams(max_tokens=4, temperature=0.0))

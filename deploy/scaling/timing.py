@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from model.kv_cache_spec import KVCacheSpec
-from model.sequence_chunk import SequenceChunk
+from model.interface.kv_cache_spec import KVCacheSpec
+from model.interface.sequence_chunk import SequenceChunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,12 @@ Importing this module imports no torch.
 """
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from model.config import Gemma3Config
-from model.errors import CheckpointError
+from model.config.gemma3_config import Gemma3Config
+from model.interface.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -144,12 +143,3 @@ def sampled_fingerprint(parts: list[tuple[bytes, Any]], samples: int = 64, sampl
             start = max(0, size - sample_bytes) * index // (samples - 1)
             digest.update(bytes(buffer[start : start + sample_bytes]))
     return digest.hexdigest()[:16]
-
-
-def default_cache_dir() -> Path:
-    """$GEMSERVE_CACHE, else $XDG_CACHE_HOME/gemserve, else ~/.cache/gemserve."""
-    if own := os.environ.get("GEMSERVE_CACHE"):
-        return Path(own)
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "gemserve"
-    return Path("~/.cache/gemserve").expanduser()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SLICE_ELEMENTS = 1 << 17  # float32 values the package expands at a time: temporaries of 512 KiB stay in the cache of the core
-_FORMATS = {  # kFormats in model/ops/cpp/dequantize.cpp
+_FORMATS = {  # kFormats in model/ops/cpu/cpp/dequantize.cpp
     GGMLQuantizationType.Q8_0: 0,
     GGMLQuantizationType.Q5_0: 1,
     GGMLQuantizationType.Q4_K: 2,
@@ -29,7 +29,7 @@ _FORMATS = {  # kFormats in model/ops/cpp/dequantize.cpp
 
 @functools.cache
 def _kernels() -> ctypes.CDLL | None:
-    from model.ops.cpu_build import BuildError, load_library
+    from model.ops.cpu.build import BuildError, load_library
 
     try:
         return load_library()

@@ -22,21 +22,13 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, LlamaFileType
 from tqdm import tqdm
 
-from model.checkpoint.base import (
-    EMBEDDING,
-    HEAD,
-    check_tensors,
-    expected_shapes,
-    is_norm,
-    require_complete,
-    sampled_fingerprint,
-)
+from model.checkpoint.base import EMBEDDING, HEAD, check_tensors, expected_shapes, is_norm, require_complete, sampled_fingerprint
 from model.checkpoint.dequantize import dequantize_rows, package_dequantize
 from model.checkpoint.gguf_header import GGUFHeader, TensorInfo, parse_header
 from model.checkpoint.gguf_tokenizer import CONVERTER_VERSION, build_tokenizer_json, check_vocabulary
 from model.checkpoint.tokenizer_cache import cached_tokenizer
-from model.config import Gemma3Config
-from model.errors import CheckpointError, ConfigError
+from model.config.gemma3_config import Gemma3Config
+from model.interface.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     import torch

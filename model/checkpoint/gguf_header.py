@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
-from model.errors import CheckpointError
+from model.interface.errors import CheckpointError
 
 MAGIC = b"GGUF"
 SUPPORTED_VERSIONS = (2, 3)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from model.errors import CheckpointError
+from model.interface.errors import CheckpointError
 
 CONVERTER_VERSION = "1"  # part of the cache key: raise it with every change of the output
 

@@ -4,7 +4,7 @@ code or pickles. What is already in its cache is used without the network. Impor
 
 from pathlib import Path
 
-from model.errors import CheckpointError
+from model.interface.errors import CheckpointError
 
 ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 

@@ -31,9 +31,9 @@ from model.checkpoint.base import (
     sampled_fingerprint,
 )
 from model.checkpoint.safetensors_header import DTYPE_BYTES, StoredTensor, read_json_object, read_safetensors_header
-from model.config import Gemma3Config
-from model.config_formats import token_id_list
-from model.errors import CheckpointError, ConfigError
+from model.config.formats import token_id_list
+from model.config.gemma3_config import Gemma3Config
+from model.interface.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     import torch

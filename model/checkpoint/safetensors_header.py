@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.errors import CheckpointError
+from model.interface.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 DTYPE_BYTES: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2}

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from model.errors import CheckpointError
+from model.interface.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 

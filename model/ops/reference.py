@@ -1,6 +1,6 @@
 """Every operation in plain torch: the specification that all backends are tested against, and the fallback everywhere.
 
-The contract of each method is written in ``model/ops/__init__.py``; this file favours being obviously right, and is only as fast
+The contract of each method is written in ``model/ops/interface.py``; this file favours being obviously right, and is only as fast
 as plain torch allows without obscuring that.
 """
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from model.cpu_features import cpu_computes_bfloat16
-from model.ops import AttentionMetadata, Candidates, LinearRole, LinearWeight, Ops
+from model.host.cpu_features import cpu_computes_bfloat16
+from model.ops.interface import AttentionMetadata, Candidates, LinearRole, LinearWeight, Ops
 
 MAX_SCORES = 1 << 23  # attention scores held at once (32 MiB of float32): queries of a long prefill are sliced to stay below
 WEIGHT_SLICE_ELEMENTS = 1 << 18  # elements of a bfloat16 weight widened to float32 at once: 1 MiB, which stays in cache

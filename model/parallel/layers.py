@@ -8,12 +8,12 @@ from collections.abc import Callable
 import torch
 
 from model.checkpoint.base import HEAD
-from model.config import Gemma3Config
-from model.errors import ConfigError
-from model.gemma3 import Gemma3
-from model.layers import Embedding, Head, Linear
-from model.ops import LinearRole, Ops
-from model.ops.cpu_weights import GROUP
+from model.config.gemma3_config import Gemma3Config
+from model.interface.errors import ConfigError
+from model.network.gemma3 import Gemma3
+from model.network.layers import Embedding, Head, Linear
+from model.ops.cpu.weights import GROUP
+from model.ops.interface import LinearRole, Ops
 from model.parallel.group import Group
 from model.parallel.split import FLAG, Part, divided_config
 

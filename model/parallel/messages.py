@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint import Checkpoint
-from model.errors import ModelError
-from model.sampling_params import SamplingParams
-from model.sequence_chunk import SequenceChunk
+from model.checkpoint.base import Checkpoint
+from model.interface.errors import ModelError
+from model.interface.sampling_params import SamplingParams
+from model.interface.sequence_chunk import SequenceChunk
 
 
 @dataclass(frozen=True, slots=True)

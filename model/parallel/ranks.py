@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from model.errors import ConfigError, ModelError
+from model.interface.errors import ConfigError, ModelError
 from model.parallel.messages import Answer
 from model.parallel.split import FLAG
 

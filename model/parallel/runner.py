@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from model.batch import ForwardBatch
-from model.errors import ConfigError
-from model.kv_cache_spec import KVCachePlan
+from model.execution.runner import resolve_device
+from model.interface.errors import ConfigError
+from model.interface.kv_cache_spec import KVCachePlan
+from model.interface.sequence_chunk import ChunkResult, SequenceChunk, StepMemoryError
+from model.network.forward_batch import ForwardBatch
 from model.parallel.group import Group
 from model.parallel.layers import ModelShard, check_quantization
 from model.parallel.messages import Answer, Call, Connect, Load, Logits, Step, network_part
 from model.parallel.ranks import Ranks
 from model.parallel.shard_runner import ShardRunner
 from model.parallel.split import FLAG, divided_config
-from model.runner import resolve_device
-from model.sequence_chunk import ChunkResult, SequenceChunk, StepMemoryError
 
 if TYPE_CHECKING:
     from model.checkpoint.base import Checkpoint

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from model.batch import ForwardBatch
-from model.device_memory import is_out_of_memory
+from model.execution.device_memory import is_out_of_memory
+from model.execution.runner import ModelRunner
+from model.interface.sequence_chunk import SequenceChunk
+from model.network.forward_batch import ForwardBatch
 from model.parallel.group import Group
 from model.parallel.layers import DividedHead
-from model.runner import ModelRunner
-from model.sequence_chunk import SequenceChunk
 
 
 class ShardRunner(ModelRunner):

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from model.checkpoint.base import EMBEDDING, HEAD
-from model.config import Gemma3Config
-from model.errors import ConfigError
-from model.kv_cache_spec import ceil_div
+from model.config.gemma3_config import Gemma3Config
+from model.interface.errors import ConfigError
+from model.interface.kv_cache_spec import ceil_div
 
 if TYPE_CHECKING:
     import torch

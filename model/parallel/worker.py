@@ -8,10 +8,10 @@ import os
 import signal
 from typing import TYPE_CHECKING, NoReturn
 
-from model.errors import ModelError
+from model.host.torch_import import defer_unused_modules
+from model.interface.errors import ModelError
 from model.parallel.messages import Answer, Call, Connect, Load, Logits, Step
 from model.parallel.ranks import adopt, report
-from model.torch_import import defer_unused_modules
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

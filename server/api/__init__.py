@@ -1,1 +1,1 @@
-"""HTTP routers and wire schemas. Never imports torch."""
+"""Routes and wire schemas, a folder for each endpoint. Never imports torch."""

@@ -13,10 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from model.errors import ModelError
-from model.file_lock import lock_file
+from model.host.file_lock import lock_file
+from model.interface.errors import ModelError
 from server.errors import shorten
-from server.settings import SettingsError
+from server.settings.settings import SettingsError
 
 _MAX_SHOWN_FAULTS = 10
 _PATH = re.compile(r"/v1/[A-Za-z0-9._~%:@!$&'()*+,;=/?-]{1,1000}")

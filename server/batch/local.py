@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import httpx
 
-from model.errors import ModelError
+from model.interface.errors import ModelError
 from server.app import create_app
 from server.batch.run import ServerGoneError
 from server.engine.request import EngineHungError
-from server.settings import Settings
+from server.settings.settings import Settings
 
 BASE_URL = "http://localhost"
 

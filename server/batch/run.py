@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from model.errors import ModelError
+from model.interface.errors import ModelError
 from server.batch.files import BatchInput, BatchOutput, BatchRequest
 
 # How often a request is sent over connections that break, and how long refusals for overload are waited out.

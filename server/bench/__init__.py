@@ -1,1 +1,1 @@
-"""Closed-loop streaming load on OpenAI-style servers, for ``gemserve bench``. Knows the wire only, nothing of the engine."""
+"""Load on OpenAI-style servers and measurements of our own, for ``gemserve bench`` and for development."""

@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from model.kv_cache_spec import KVCacheSpec
-from model.sampling_params import SamplingParams
-from model.sequence_chunk import Runner
+from model.interface.kv_cache_spec import KVCacheSpec
+from model.interface.sampling_params import SamplingParams
+from model.interface.sequence_chunk import Runner
 from server.engine.async_engine import AsyncEngine, EngineLimits
 from server.engine.core import EngineCore
-from server.engine.kv_manager import KVCacheManager
+from server.engine.kv.kv_manager import KVCacheManager
 from server.engine.request import GenerationSpec
-from server.engine.scheduler import RequestEvent, SchedulerConfig
+from server.engine.scheduler.scheduler import RequestEvent, SchedulerConfig
 
 PARTS = {
     "schedule": "which sequences run, their blocks",
@@ -126,7 +126,7 @@ def measure_overhead(num_seqs: int, longest: int, num_steps: int, temperature: f
 
 
 def _timed_core(lengths: Sequence[int], temperature: float, *, async_scheduling: bool) -> tuple[_Laps, EngineCore]:
-    from model.stub_device import stub_runner
+    from model.bench.stub_device import stub_runner
 
     laps = _Laps()
     runner = stub_runner(BLOCK_SIZE, on_call=lambda: laps.lap("batch"))

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import httpx
 
-from server.settings import SettingsError
+from server.settings.settings import SettingsError
 
 BOS = 2
 FIRST_ID, LAST_ID = 2000, 60_000  # plain word pieces of Gemma's vocabulary

@@ -13,7 +13,7 @@ import httpx
 
 from server.bench.engine_share import EngineSeconds, engine_seconds
 from server.bench.load import RequestResult, Workload, send
-from server.settings import SettingsError
+from server.settings.settings import SettingsError
 
 COMPLETIONS = "/v1/completions"
 

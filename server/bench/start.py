@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import httpx
 import psutil
 
-from server.settings import SettingsError
+from server.settings.settings import SettingsError
 
 POLL_SECONDS = 0.05  # each answer takes the interpreter from the load for a moment
 START_TIMEOUT = 600.0

@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     from server.bench.load import Workload, constraint
     from server.bench.report import render_table, result_values
     from server.bench.run import Target, measure
-    from server.settings import SettingsError
+    from server.settings.settings import SettingsError
 
     if arguments.start is not None:
         return _run_starts(arguments)
@@ -126,7 +126,7 @@ def _run_starts(arguments: argparse.Namespace) -> int:
     import sys
 
     from server.bench.start import measure_starts, render_starts
-    from server.settings import SettingsError
+    from server.settings.settings import SettingsError
 
     if arguments.start < 1 or arguments.url or arguments.compare:
         raise SettingsError("bench: --start takes a number from 1 on, and neither a URL nor --compare")
@@ -139,7 +139,7 @@ def _run_starts(arguments: argparse.Namespace) -> int:
 
 def _run_engine_overhead(arguments: argparse.Namespace) -> int:
     from server.bench.engine_overhead import measure_overhead, render
-    from server.settings import SettingsError
+    from server.settings.settings import SettingsError
 
     if arguments.engine_overhead < 1 or arguments.url or arguments.compare:
         raise SettingsError("bench: --engine-overhead takes a number from 1 on, and neither a URL nor --compare")

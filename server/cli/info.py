@@ -7,12 +7,12 @@ import sys
 from typing import TYPE_CHECKING
 
 from server.cli.common import add_command, settings_of
-from server.settings import Settings, add_arguments
+from server.settings.settings import Settings, add_arguments
 
 if TYPE_CHECKING:
-    from model.kv_cache_spec import KVCacheSpec
+    from model.interface.kv_cache_spec import KVCacheSpec
     from server.cli.common import Subparsers
-    from server.plan import PlanReport
+    from server.loading.memory_plan import PlanReport
 
 PLAN_SETTINGS = (
     "model",
@@ -52,8 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def layouts(settings: Settings, *, as_json: bool) -> str:
-    from server.layouts import as_dicts, as_text, compare_layouts
-    from server.plan import DTYPE_SIZES
+    from server.loading.layouts import as_dicts, as_text, compare_layouts
+    from server.loading.memory_plan import DTYPE_SIZES
 
     budget, num_tokens = settings.kv_cache_memory or 8 << 30, settings.max_model_len or 32_768
     rows = compare_layouts(
@@ -68,16 +68,16 @@ def layouts(settings: Settings, *, as_json: bool) -> str:
 
 def report_for(settings: Settings) -> "PlanReport":
     """Raises ConfigError or CheckpointError for a model that cannot be served, or a cache that is too small."""
-    from model.config import SIZES
-    from model.cpu_features import cpu_computes_bfloat16
-    from model.host import resolve_quantization
+    from model.config.gemma3_config import SIZES
+    from model.host.cpu_features import cpu_computes_bfloat16
     from model.parallel.split import divided_config, rank_parameter_count
-    from server.plan import DTYPE_SIZES, make_report
+    from model.precision import resolve_quantization
+    from server.loading.memory_plan import DTYPE_SIZES, make_report
 
     if settings.model is not None and settings.model in SIZES:
         config, name, weight_format = SIZES[settings.model], f"gemma-3-{settings.model}", "no checkpoint"
     else:
-        from model.checkpoint import open_checkpoint
+        from model.checkpoint.open import open_checkpoint
 
         checkpoint = open_checkpoint(settings.model, cache_dir=settings.cache_dir)
         config, name, weight_format = checkpoint.config, checkpoint.name, checkpoint.weight_format
@@ -114,9 +114,9 @@ def report_for(settings: Settings) -> "PlanReport":
 
 def _default_budget(spec: "KVCacheSpec", settings: Settings, weight_bytes: int, max_model_len: int) -> int:
     """What the server would take on this machine; where that is too little, the least that holds one longest request."""
-    from model.host import available_memory
-    from model.kv_cache_spec import ceil_div
-    from server.plan import default_kv_cache_memory
+    from model.host.memory import available_memory
+    from model.interface.kv_cache_spec import ceil_div
+    from server.loading.memory_plan import default_kv_cache_memory
 
     local_blocks = spec.local_pool_blocks(settings.max_num_seqs, settings.max_num_batched_tokens)
     global_blocks = 1 + spec.blocks(max_model_len).global_blocks

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from server.cli.common import add_command, settings_of
-from server.settings import SettingsError, add_arguments
+from server.settings.settings import SettingsError, add_arguments
 
 if TYPE_CHECKING:
     import httpx
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from server.batch.files import BatchInput, BatchOutput
     from server.batch.run import BatchResult
     from server.cli.common import Subparsers
-    from server.settings import Settings
+    from server.settings.settings import Settings
 
 LOCAL_SETTINGS = (
     "model",

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from server.cli.common import add_command, settings_of
-from server.settings import add_arguments, unknown_variables
+from server.settings.settings import add_arguments, unknown_variables
 
 if TYPE_CHECKING:
     from server.cli.common import Subparsers
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     _refuse_shared_metrics()
     # What a start makes is kept; looking for garbage in it again and again takes time. Turned on again once all is loaded.
     gc.disable()
-    from model.torch_import import defer_unused_modules
+    from model.host.torch_import import defer_unused_modules
 
     defer_unused_modules()
     from server.cli.serving import serve

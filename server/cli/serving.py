@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, NoReturn
 import psutil
 import uvicorn
 
-from model.errors import ConfigError, ModelError
+from model.interface.errors import ConfigError, ModelError
 from model.parallel.ranks import RankError
-from server.engine.loaded import LoadedEngine, load_engine, open_weight_cache
-from server.logs import configure_logging
-from server.settings import Settings
+from server.loading.load import LoadedEngine, load_engine, open_weight_cache
+from server.observability.logs import configure_logging
+from server.settings.settings import Settings
 from server.state import ServerState
 
 if TYPE_CHECKING:
     from server.engine.async_engine import AsyncEngine
-    from server.metrics_listener import MetricsListener
+    from server.http.metrics_listener import MetricsListener
 
 logger = logging.getLogger("gemserve")
 
@@ -142,14 +142,14 @@ def serve(settings: Settings) -> int:
 
 def prepare(settings: Settings, metrics_socket: socket.socket | None = None) -> Server:
     """Check the checkpoint's headers and wire the application; loads no weights."""
-    from model.checkpoint import open_checkpoint
+    from model.checkpoint.open import open_checkpoint
 
     checkpoint = open_checkpoint(settings.model, cache_dir=settings.cache_dir)
     weight_cache = open_weight_cache(settings, checkpoint)  # read in a thread, beside the imports that follow
     reading = () if weight_cache is None else (weight_cache,)
     from server.app import create_app
-    from server.http_protocol import http_protocol
-    from server.metrics_listener import MetricsListener
+    from server.http.metrics_listener import MetricsListener
+    from server.http.protocol import http_protocol
 
     def load(settings: Settings, report_phase: Callable[[str], None]) -> LoadedEngine:
         try:

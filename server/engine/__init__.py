@@ -1,1 +1,1 @@
-"""Continuous batching: block pools, KV manager, scheduler, the step loop and its thread."""
+"""Continuous batching: the step loop, its thread, and a request as the engine sees it."""

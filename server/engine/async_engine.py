@@ -15,15 +15,8 @@ from dataclasses import dataclass
 from typing import TypeVarTuple, Unpack
 
 from server.engine.core import EngineCore
-from server.engine.request import (
-    EngineDeadError,
-    EngineDrainingError,
-    EngineError,
-    EngineHungError,
-    GenerationSpec,
-    TokenOutput,
-)
-from server.engine.scheduler import RequestEvent
+from server.engine.request import EngineDeadError, EngineDrainingError, EngineError, EngineHungError, GenerationSpec, TokenOutput
+from server.engine.scheduler.scheduler import RequestEvent
 from server.engine.stats import EngineStats, StepStats
 
 logger = logging.getLogger("gemserve.engine")

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from model.sequence_chunk import (
+from model.interface.sequence_chunk import (
     AsyncRunner,
     DecodeChunks,
     DrawnTokens,
@@ -22,11 +22,11 @@ from model.sequence_chunk import (
     SequenceChunk,
     StepMemoryError,
 )
-from server.engine.kv_manager import KVCacheManager
+from server.engine.kv.kv_manager import KVCacheManager
 from server.engine.memory import KnownResults, run_in_parts, run_within_memory
 from server.engine.request import GenerationSpec, OutputTokens, Request, RequestTimings
-from server.engine.scheduled_batch import ScheduledBatch
-from server.engine.scheduler import RequestEvent, Scheduler, SchedulerConfig
+from server.engine.scheduler.scheduled_batch import ScheduledBatch
+from server.engine.scheduler.scheduler import RequestEvent, Scheduler, SchedulerConfig
 from server.engine.stats import EngineStats, StepStats
 
 logger = logging.getLogger("gemserve.engine")

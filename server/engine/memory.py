@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from model.sequence_chunk import ChunkResult, Runner, SequenceChunk, StepMemoryError
+from model.interface.sequence_chunk import ChunkResult, Runner, SequenceChunk, StepMemoryError
 
 NO_MEMORY = "The server ran out of memory while it computed this request."
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
-from model.grammar_state import Grammar, GrammarState
-from model.sampling_params import SamplingParams
-from model.sequence_chunk import TokenLogprobs
+from model.interface.grammar_state import Grammar, GrammarState
+from model.interface.sampling_params import SamplingParams
+from model.interface.sequence_chunk import TokenLogprobs
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,2 +1,1 @@
-"""Constrained decoding: a JSON schema, a regular expression, a list of choices or a grammar becomes a mask over the tokens before
-every draw. Built on llguidance. Knows neither HTTP nor tensors."""
+"""Constrained decoding: a mask over the tokens before every draw. Knows neither HTTP nor tensors."""

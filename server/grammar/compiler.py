@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from model.grammar_state import GrammarFault, GrammarState
+from model.interface.grammar_state import GrammarFault, GrammarState
 from server.grammar.sound_schemas import SoundSchemas
 from server.grammar.source import CallRules, GrammarError, GrammarSource, check_schema
 from server.grammar.state import MatcherState, compute_mask
-from server.text.functions import call_head
 from server.text.tokenizer import Tokenizer
+from server.text.tool_calls.functions import call_head
 
 Result = TypeVar("Result")
 
@@ -48,7 +48,7 @@ class CompilerBusyError(Exception):
 
 
 class CompiledGrammar:
-    """A grammar at its beginning. Implements ``model.grammar_state.Grammar``; any number of states start from it."""
+    """A grammar at its beginning. Implements ``model.interface.grammar_state.Grammar``; any number of states start from it."""
 
     def __init__(self, matcher: LLMatcher, eos_token_id: int, threads: Executor) -> None:
         """Raises GrammarFault if not even the first token can be found within the limits."""

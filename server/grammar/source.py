@@ -12,7 +12,7 @@ from typing import Any, Literal
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
-from server.text.functions import Function, call_head
+from server.text.tool_calls.functions import Function, call_head
 
 MAX_SCHEMA_CHARACTERS = 256 * 1024
 MAX_REGEX_CHARACTERS = 16 * 1024

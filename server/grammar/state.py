@@ -1,4 +1,4 @@
-"""A choice's place in its grammar, see ``model.grammar_state``. The next mask is computed in a pool of threads as soon as the
+"""A choice's place in its grammar, see ``Grammar`` of the model. The next mask is computed in a pool of threads as soon as the
 last token is known, so beside the model's next step; llguidance lets other threads run meanwhile."""
 
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from concurrent.futures import Executor, Future
 
 from llguidance import LLMatcher
 
-from model.grammar_state import GrammarFault
+from model.interface.grammar_state import GrammarFault
 
 
 class MatcherState:

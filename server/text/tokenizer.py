@@ -9,11 +9,11 @@ from pathlib import Path
 
 import tokenizers
 
-from model.errors import CheckpointError
-from server.text.chat_template import ChatTemplate, ControlLiterals
-from server.text.conversation import ChatMessage
+from model.interface.errors import CheckpointError
 from server.text.detokenizer import Detokenizer
 from server.text.length_bound import PromptTooLongError, most_characters_per_token
+from server.text.template.chat_template import ChatTemplate, ControlLiterals
+from server.text.template.conversation import ChatMessage
 
 # Tokens that the model reserves although tokenizer.json does not flag them as special: none of them is text.
 _RESERVED_LITERAL = re.compile(r"<unused\d+>|<mask>|\[multimodal\]|<(?:start|end)_of_image>|<image_soft_token>")

@@ -10,10 +10,10 @@ from typing import Any
 import yaml
 
 from deploy.ray.arguments import RayArguments
-from server.cli import build_parser
 from server.cli.common import settings_of
+from server.cli.parser import build_parser
 from server.cli.serving import LAST_EVENTS_SECONDS
-from server.settings import SETTINGS, Settings
+from server.settings.settings import SETTINGS, Settings
 from tests.deploy.kustomize import ROOT, Manifest
 
 IMAGES = {"gemserve", "gemserve-ray"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from server.settings import SETTINGS, Settings
+from server.settings.settings import SETTINGS, Settings
 from tests.deploy.checks import USER_ID
 from tests.deploy.kustomize import ROOT
 

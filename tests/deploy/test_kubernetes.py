@@ -11,7 +11,7 @@ import yaml
 
 from deploy.kubernetes.make_prometheusrule import FILES, resource
 from server.app import create_app
-from server.settings import Settings
+from server.settings.settings import Settings
 from server.version import __version__
 from tests.deploy import checks
 from tests.deploy.kustomize import API_KEY, BASE, KUBERNETES, OVERLAYS, ROOT, Manifest, render

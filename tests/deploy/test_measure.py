@@ -15,7 +15,7 @@ from deploy.scaling.timing import Curve, Profile
 from deploy.scaling.workload import Demand
 from server.bench.load import RequestResult
 from server.bench.run import Measurement, Target
-from server.settings import Settings
+from server.settings.settings import Settings
 from tests.deploy.test_simulation import check_books, made_up
 from tests.tiny import write_tiny_folder
 

@@ -3,7 +3,7 @@
 import pytest
 
 from deploy.ray.arguments import RayArguments
-from server.settings import SettingsError
+from server.settings.settings import SettingsError
 
 
 def test_a_replica_computes_with_the_cores_it_is_given() -> None:

@@ -10,7 +10,7 @@ from deploy.scaling.capacity import capacity
 from deploy.scaling.simulation import Outcome, Policy, simulate
 from deploy.scaling.timing import Curve, Profile, StepTiming, keys_read
 from deploy.scaling.workload import Demand, requests_of
-from model.kv_cache_spec import KVCacheSpec
+from model.interface.kv_cache_spec import KVCacheSpec
 
 NETWORK, HEAD = 0.010, 0.002  # seconds of a step, and for each sequence that gets a token
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from server.api.validation import MAX_BODY_BYTES
+from server.api.generation.validation import MAX_BODY_BYTES
 from tests.fuzz.bodies import encoded, mutated, valid
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE", "CONNECT", "BREW", "get", "M" * 300)

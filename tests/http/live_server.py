@@ -15,10 +15,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from server.app import create_app
-from server.engine.loaded import LoadedEngine
-from server.http_protocol import http_protocol
-from server.settings import Settings
-from server.tracing import RequestTracer
+from server.http.protocol import http_protocol
+from server.loading.load import LoadedEngine
+from server.observability.tracing import RequestTracer
+from server.settings.settings import Settings
 from tests.fakes import fake_engine_factory
 from tests.http.openapi_contract import check_answer
 

@@ -11,7 +11,7 @@ import httpx
 import jsonschema_rs
 
 from server.app import create_app
-from server.settings import Settings
+from server.settings.settings import Settings
 
 EVENTS, JSON = "text/event-stream", "application/json"
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from model.errors import ConfigError
-from server.settings import Settings
+from model.interface.errors import ConfigError
+from server.settings.settings import Settings
 from tests.http.live_server import LiveServer, live_server
 from tests.server.text.small_tokenizer import build_library_tokenizer
 from tests.tiny import HF_CONFIG, write_tiny_folder
@@ -26,7 +26,7 @@ HELLO = LIBRARY.token_to_id("Hello")
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    from server.engine.loaded import load_engine
+    from server.loading.load import load_engine
 
     folder = write_tiny_folder(tmp_path_factory.mktemp("tiny"))
     settings: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": 2**25, "max_model_len": 1024, "debug_invariants": True}
@@ -112,7 +112,7 @@ def test_32_streams_of_different_lengths_get_what_each_gets_alone_and_give_every
 
 @pytest.mark.parametrize("content", [b"{% if %}", b"\xff\xfe{{ messages }}"])
 def test_a_broken_chat_template_ends_the_start(tmp_path: Path, content: bytes) -> None:
-    from server.engine.loaded import load_engine
+    from server.loading.load import load_engine
 
     template = tmp_path / "chat.jinja"
     template.write_bytes(content)
@@ -121,7 +121,7 @@ def test_a_broken_chat_template_ends_the_start(tmp_path: Path, content: bytes) -
 
 
 def test_the_built_in_chat_template_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from server.engine.loaded import load_engine
+    from server.loading.load import load_engine
 
     folder = write_tiny_folder(tmp_path / "model")
     with caplog.at_level("INFO", "gemserve.load"):

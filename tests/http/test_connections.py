@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from server.settings import Settings
+from server.settings.settings import Settings
 from tests.http.live_server import LiveServer, live_server
 
 LIMIT = 8

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.api.deadline import Deadline
+from server.http.deadline import Deadline
 from tests.fakes import FakeRunner, fake_engine_factory
 from tests.http.live_server import LiveServer, error_of, live_server
 

@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from server.api.decision_questions import Labels
+from server.api.decisions.questions import Labels
 from tests.fakes import fake_tokenizer
 from tests.http.live_server import LiveServer
 from tests.http.test_streams import CHAT

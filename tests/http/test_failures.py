@@ -8,7 +8,7 @@ import time
 import httpx
 import pytest
 
-from server.api.choice_answer import ChoiceAnswer
+from server.api.choices.answer import ChoiceAnswer
 from server.engine import async_engine
 from server.engine.request import EngineHungError
 from tests.fakes import BOS, CRASH, HANG, HUNGRY, POISON, FakeRunner, fake_engine_factory

@@ -3,7 +3,7 @@ pages of other origins get no permission."""
 
 import pytest
 
-from server.host_check import host_of, is_loopback
+from server.http.host_check import host_of, is_loopback
 from tests.http.live_server import LiveServer, error_of, live_server
 
 COMPLETIONS = "/v1/completions"

@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import pytest
 
-from server.api.validation import MAX_BODY_BYTES, MAX_NESTING
-from server.http_protocol import MAX_HEAD_BYTES, MAX_HEADERS
+from server.api.generation.validation import MAX_BODY_BYTES, MAX_NESTING
+from server.http.protocol import MAX_HEAD_BYTES, MAX_HEADERS
 from tests.http.live_server import LiveServer, error_of, live_server
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from server.api_keys import api_keys
-from server.settings import Settings, SettingsError
+from server.http.api_keys import api_keys
+from server.settings.settings import Settings, SettingsError
 from tests.http.live_server import LiveServer, error_of, live_server
 
 COMPLETIONS = "/v1/completions"
@@ -83,7 +83,7 @@ def test_keys_are_compared_in_constant_time(guarded: LiveServer, monkeypatch: py
         compared.append((left, right))
         return left == right
 
-    monkeypatch.setattr("server.middleware.hmac.compare_digest", compare)
+    monkeypatch.setattr("server.http.middleware.hmac.compare_digest", compare)
     for key in ("first-key", "fourth-key", "none-of-them"):
         compared.clear()
         guarded.client.get("/v1/models", headers={"authorization": f"Bearer {key}"})

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from model.kv_cache_spec import KVCachePlan
-from model.sampling_params import SamplingParams
-from model.sequence_chunk import SequenceChunk
+from model.interface.kv_cache_spec import KVCachePlan
+from model.interface.sampling_params import SamplingParams
+from model.interface.sequence_chunk import SequenceChunk
 from tests.http.cache.tiny_server import NUM_TOKENS, TOLERANCE, ids, tiny_server
 from tests.http.live_server import LiveServer
 from tests.lm_eval.client import parse_logprobs, scoring_body

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from model.sequence_chunk import TokenLogprobs
-from server.api.token_text import LegacyLogprobs, token_namer, wire_logprob
+from model.interface.sequence_chunk import TokenLogprobs
+from server.api.generation.token_text import LegacyLogprobs, token_namer, wire_logprob
 from tests.fakes import BOS, EOS, FIRST_BYTE, FIRST_TEXT, fake_tokenizer, greedy_token, token_logprobs
 from tests.http.live_server import LiveServer
 from tests.http.test_streams import CHAT, COMPLETIONS, MESSAGES, chunks_of, joined

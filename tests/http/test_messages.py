@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from model.sequence_chunk import ChunkResult, SequenceChunk
+from model.interface.sequence_chunk import ChunkResult, SequenceChunk
 from tests.fakes import FakeRunner, fake_engine_factory
 from tests.http.live_server import LiveServer, live_server
 

@@ -11,8 +11,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from server import metrics
-from server.metrics import ROUTES, route_template
+from server.observability import metrics
+from server.observability.metrics import ROUTES, route_template
 from tests.fakes import BOS, HANG, FakeRunner, fake_engine_factory
 from tests.http.live_server import LiveServer, live_server
 

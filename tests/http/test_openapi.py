@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api.docs_routes import ASSETS
+from server.api.meta.docs import ASSETS
 from tests.http.live_server import LiveServer, live_server
 from tests.http.openapi_contract import check_answer, document, operation_of
 from tests.http.test_streams import STREAM_USAGE

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from server.logs import JsonFormatter
+from server.observability.logs import JsonFormatter
 from tests.http.live_server import LiveServer, live_server
 
 LINE = re.compile(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.api import generation_routes
+from server.api.generation import endpoint as generation_routes
 from tests.http.live_server import LiveServer, error_of
 from tests.http.response_requests import RESPONSES, TOOLS, events_of, respond
 from tests.http.tool_requests import FAILING_AT_ONCE, ONLY_CALL, PLAIN

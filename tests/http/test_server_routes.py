@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from server.metrics import CONTENT_TYPE
+from server.observability.metrics import CONTENT_TYPE
 from tests.http.live_server import LiveServer, error_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from server.api import generation_routes, responses
+from server.api.generation import endpoint as generation_routes
+from server.api.generation import event_stream as responses
 from tests.fakes import BOS, EOS, FIRST_BYTE, HANG, VOCAB_SIZE, FakeRunner, fake_engine_factory
 from tests.http.live_server import LiveServer, live_server
 

@@ -14,9 +14,9 @@ import httpx
 import psutil
 import pytest
 
-from server.engine.loaded import load_engine
-from tests.cli.processes import ROOT, wait_for_line
+from server.loading.load import load_engine
 from tests.http.live_server import live_server
+from tests.server.cli.processes import ROOT, wait_for_line
 from tests.tiny import write_tiny_folder
 
 DEADLINE = 120

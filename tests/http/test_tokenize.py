@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api import tokenize_schemas
+from server.api.tokenize import request as tokenize_schemas
 from server.text.tokenizer import Tokenizer
 from tests.fakes import BOS, END_OF_TURN, EOS, VOCAB_SIZE, fake_engine_factory, fake_tokenizer
 from tests.http.live_server import LiveServer, error_of, live_server

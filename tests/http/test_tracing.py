@@ -15,10 +15,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from model.errors import ConfigError
-from server.otel import OtelTracer
-from server.settings import Settings
-from server.tracing import load_tracer
+from model.interface.errors import ConfigError
+from server.observability.otel import OtelTracer
+from server.observability.tracing import load_tracer
+from server.settings.settings import Settings
 from tests.fakes import BOS, POISON
 from tests.http.live_server import LiveServer, live_server
 
@@ -274,7 +274,7 @@ def test_without_the_extra_a_flag_is_an_error_and_a_variable_a_warning(
 PROGRAM = """
 import json, sys
 from server.app import create_app
-from server.settings import Settings
+from server.settings.settings import Settings
 create_app(Settings(), engine_factory=lambda settings, report: None)
 print(json.dumps(sorted(name for name in sys.modules if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter")))))
 """

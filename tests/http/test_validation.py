@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.api.validation import MAX_BODY_BYTES
+from server.api.generation.validation import MAX_BODY_BYTES
 from tests.fakes import VOCAB_SIZE
 from tests.http.live_server import LiveServer, error_of
 

@@ -58,7 +58,9 @@ def check_process(container: Container, config: dict[str, Any]) -> None:
 
 
 def check_kernels(container: Container) -> None:
-    files = container.execute("sh", "-c", "ls /opt/gemserve/lib/python3*/site-packages/model/ops/prebuilt/*.so").stdout.split()
+    files = container.execute(
+        "sh", "-c", "ls /opt/gemserve/lib/python3*/site-packages/model/ops/cpu/prebuilt/*.so"
+    ).stdout.split()
     assert {Path(file).name.rsplit("-", 1)[0] for file in files} == {"ext-avx2", "ext-avx512", "ext-avx512_vnni"}, files
     log = container.log.read_text(encoding="utf-8")
     assert "Compiling" not in log, log

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 from tokenizers import Tokenizer
 
-from model.checkpoint import open_checkpoint
-from model.gemma3 import Gemma3
-from model.kv_cache_spec import KVCachePlan, KVCacheSpec
+from model.checkpoint.open import open_checkpoint
+from model.execution.runner import ModelRunner
+from model.interface.kv_cache_spec import KVCachePlan, KVCacheSpec
+from model.interface.sampling_params import SamplingParams
+from model.interface.sequence_chunk import SequenceChunk
+from model.network.gemma3 import Gemma3
 from model.ops.reference import ReferenceOps
-from model.runner import ModelRunner
-from model.sampling_params import SamplingParams
-from model.sequence_chunk import SequenceChunk
 
 MAX_TOKENS = 256  # of one text
 BLOCK_SIZE = 16

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.model.ops_cpu.instruction_sets import InstructionSet, instruction_sets
+from tests.model.ops.cpu.instruction_sets import InstructionSet, instruction_sets
 
 
 @pytest.fixture(autouse=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from model.config import Gemma3Config
-from model.cuda_graphs import GraphDevice, padded_sizes
-from model.gemma3 import Gemma3
-from model.ops import Ops
-from model.sequence_chunk import SequenceChunk
+from model.config.gemma3_config import Gemma3Config
+from model.execution.cuda_graphs import GraphDevice, padded_sizes
+from model.interface.sequence_chunk import SequenceChunk
+from model.network.gemma3 import Gemma3
+from model.ops.interface import Ops
 from tests.model.harness import Harness, TestSequence
 from tests.model.tiny_models import CONFIG, random_prompt, random_tensors
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from model.batch import build_batch
-from model.config import Gemma3Config
-from model.gemma3 import Gemma3
-from model.kv_cache_spec import KVCachePlan
-from model.ops import Ops
-from model.runner import ModelRunner
-from model.sampling_params import SamplingParams
-from model.sequence_chunk import ChunkResult, SequenceChunk
+from model.config.gemma3_config import Gemma3Config
+from model.execution.runner import ModelRunner
+from model.interface.kv_cache_spec import KVCachePlan
+from model.interface.sampling_params import SamplingParams
+from model.interface.sequence_chunk import ChunkResult, SequenceChunk
+from model.network.forward_batch import build_batch
+from model.network.gemma3 import Gemma3
+from model.ops.interface import Ops
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from model.config import layer_pattern
-from model.gemma3 import Gemma3
-from model.ops.cpu import CpuOps
-from model.ops.cpu_weights import WeightStorage
+from model.config.gemma3_config import layer_pattern
+from model.network.gemma3 import Gemma3
+from model.ops.cpu.backend import CpuOps
+from model.ops.cpu.weights import WeightStorage
 from tests.model.harness import Harness, TestSequence
-from tests.model.ops_cpu.harness import DTYPES, cpu_ops, every_instruction_set
-from tests.model.ops_cpu.weights import q5_0
+from tests.model.ops.cpu.harness import DTYPES, cpu_ops, every_instruction_set
+from tests.model.ops.cpu.weights import q5_0
 from tests.model.tiny_models import CONFIG as TINY
 from tests.model.tiny_models import random_prompt, random_tensors
 

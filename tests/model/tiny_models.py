@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from model.checkpoint import open_checkpoint
-from model.config import Gemma3Config, layer_pattern
-from model.gemma3 import Gemma3
-from model.ops import Ops
+from model.checkpoint.open import open_checkpoint
+from model.config.gemma3_config import Gemma3Config, layer_pattern
+from model.network.gemma3 import Gemma3
+from model.ops.interface import Ops
 from model.ops.reference import ReferenceOps
 
 TINY_FOLDER = Path(__file__).parent.parent / "golden" / "tiny"

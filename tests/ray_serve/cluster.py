@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from deploy.ray.app import build
 from model.checkpoint.base import expected_shapes
-from model.config import Gemma3Config
+from model.config.gemma3_config import Gemma3Config
 from tests.deploy.kustomize import ROOT
 from tests.deploy.replicas import wait_until
 from tests.ports import free_port

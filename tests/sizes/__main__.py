@@ -5,7 +5,7 @@ Takes minutes; 27B needs 5 GB of disk and 8 GB of memory.
 import argparse
 import time
 
-from model.config import SIZES
+from model.config.gemma3_config import SIZES
 from tests.sizes.checks import run_sizes
 
 COLUMNS = "{:>5} {:>9} {:>9} {:>9} {:>9} {:>10} {:>8}"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from model.checkpoint.base import expected_shapes
-from model.config import SIZES, Gemma3Config
+from model.config.gemma3_config import SIZES, Gemma3Config
 
 PIECE = (1 << 20) + 7  # numbers drawn once and repeated; odd, so that no two rows of a matrix are alike
 VISION_TENSORS = {

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from model.checkpoint import open_checkpoint
-from model.layers import Linear
-from model.ops import select_ops
-from model.runner import ModelRunner
+from model.checkpoint.open import open_checkpoint
+from model.execution.runner import ModelRunner
+from model.network.layers import Linear
+from model.ops.select import select_ops
 from tests.model.harness import Harness, TestSequence
 
 INTERVAL_SECONDS = 0.002

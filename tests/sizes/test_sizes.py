@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.checkpoint import open_checkpoint
-from model.config import SIZES, Gemma3Config
-from model.gemma3 import Gemma3
+from model.checkpoint.open import open_checkpoint
+from model.config.gemma3_config import SIZES, Gemma3Config
+from model.network.gemma3 import Gemma3
 from model.ops.reference import ReferenceOps
 from tests.sizes.checkpoints import VISION_TENSORS, cut_config, is_multimodal, published_config, write_checkpoint
 from tests.sizes.checks import run_sizes

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from model.kv_cache_spec import KVCachePlan
-from model.sampling_params import SamplingParams
-from model.sequence_chunk import SequenceChunk
+from model.interface.kv_cache_spec import KVCachePlan
+from model.interface.sampling_params import SamplingParams
+from model.interface.sequence_chunk import SequenceChunk
 from tests.http.cache.tiny_server import TOLERANCE, ask, at_once, ids, is_empty, tiny_server
 from tests.http.live_server import LiveServer
 from tests.tiny import tiny_runner

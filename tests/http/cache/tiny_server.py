@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
-from server.engine.loaded import load_engine
+from server.loading.load import load_engine
 from tests.http.live_server import LiveServer, live_server
 from tests.server.text.small_tokenizer import BYTES, CHARACTERS, CONTROL, MERGES, TEXT_ADDED, build_library_tokenizer
 from tests.tiny import HF_CONFIG, tiny_config

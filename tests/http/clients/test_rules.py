@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from server.api import generation_routes, responses
+from server.api.generation import endpoint as generation_routes
+from server.api.generation import event_stream as responses
 from tests.fakes import FakeRunner, fake_engine_factory
 from tests.http.clients.adapters import CHAT, COMPLETIONS, Adapter
 from tests.http.clients.rules import RULES, Rule, rule

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from model.checkpoint import Checkpoint, open_checkpoint
-from model.checkpoint.base import expected_shapes
+from model.checkpoint.base import Checkpoint, expected_shapes
 from model.checkpoint.gguf_checkpoint import _LAYER as GGUF_LAYER_PARTS
 from model.checkpoint.gguf_checkpoint import canonical_name as gguf_canonical_name
-from model.config import Gemma3Config
+from model.checkpoint.open import open_checkpoint
+from model.config.gemma3_config import Gemma3Config
 
 HF_CONFIG: dict[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"],

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint import Checkpoint, open_checkpoint
-from model.checkpoint.base import expected_shapes, is_norm
-from model.config import SIZES
+from model.checkpoint.base import Checkpoint, expected_shapes, is_norm
+from model.checkpoint.open import open_checkpoint
+from model.config.gemma3_config import SIZES
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +51,8 @@ def test_weights_stream_in_the_order_of_the_network(embedded: Checkpoint) -> Non
 
 
 def test_importing_the_package_imports_no_torch() -> None:
-    code = "import sys, model.config, model.checkpoint, model.checkpoint.base; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, model.config.gemma3_config, model.checkpoint.open, model.checkpoint.base; sys.exit('torch' in sys.modules)"
+    )
     root = Path(__file__).parents[3]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from model.checkpoint import Checkpoint
-from model.errors import CheckpointError, ConfigError, ModelError
+from model.checkpoint.base import Checkpoint
+from model.interface.errors import CheckpointError, ConfigError, ModelError
 from tests.model.checkpoint.conftest import CONFIG, TOKENS, random_weights, write_folder, write_gguf
 
 Open = Callable[[Path], Checkpoint]

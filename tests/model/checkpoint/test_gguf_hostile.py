@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint import Checkpoint, open_checkpoint
+from model.checkpoint.base import Checkpoint
 from model.checkpoint.gguf_header import MAX_ARRAY_STRINGS, GGUFHeader, parse_header
-from model.errors import CheckpointError, ModelError
+from model.checkpoint.open import open_checkpoint
+from model.interface.errors import CheckpointError, ModelError
 from tests.model.checkpoint.conftest import random_weights, write_gguf
 
 Open = Callable[[Path], Checkpoint]
@@ -186,7 +187,7 @@ def test_a_truncated_part_of_the_embedded_model_is_named(
     parts = [tmp_path / "model.part00", tmp_path / "model.part01"]
     parts[0].write_bytes(content[:50_000])
     parts[1].write_bytes(content[50_000:])
-    monkeypatch.setattr("model.checkpoint._embedded_parts", lambda: parts)
+    monkeypatch.setattr("model.checkpoint.open._embedded_parts", lambda: parts)
     with_parts = open_checkpoint(None, cache_dir=tmp_path, progress=False)
     assert with_parts.name == "gemma-3-270m"
     assert sum(1 for _ in with_parts.tensors()) == 13 * 7 + 2

@@ -14,10 +14,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from model.checkpoint import Checkpoint, open_checkpoint
+from model.checkpoint.base import Checkpoint
 from model.checkpoint.gguf_tokenizer import build_tokenizer_json
+from model.checkpoint.open import open_checkpoint
 from model.checkpoint.tokenizer_cache import cached_tokenizer
-from model.errors import CheckpointError
+from model.interface.errors import CheckpointError
 from tests.model.checkpoint.conftest import SCORES, TOKENS, TYPES, write_gguf
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "tokenizer_cases.json").read_text(encoding="utf-8"))

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from model.checkpoint import Checkpoint, open_checkpoint
-from model.errors import CheckpointError, ConfigError
+from model.checkpoint.base import Checkpoint
+from model.checkpoint.open import open_checkpoint
+from model.interface.errors import CheckpointError, ConfigError
 from tests.model.checkpoint.conftest import CONFIG, HF_CONFIG, random_weights, write_folder
 
 Open = Callable[[Path], Checkpoint]

@@ -11,7 +11,7 @@ import pytest
 from model.checkpoint import gguf_header
 from model.checkpoint.gguf_checkpoint import _join
 from model.checkpoint.gguf_header import _Parser
-from model.errors import CheckpointError
+from model.interface.errors import CheckpointError
 
 
 def encoded(texts: list[bytes]) -> bytes:

@@ -4,8 +4,8 @@ from typing import NoReturn
 
 import torch
 
-from model.gemma3 import MLP
-from model.layers import Head
+from model.network.gemma3 import MLP
+from model.network.layers import Head
 from model.parallel import worker
 
 HUNGRY, HUNGRY_ROWS = 7, 5

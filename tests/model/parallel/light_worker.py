@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from model.errors import ConfigError
+from model.interface.errors import ConfigError
 from model.parallel.messages import Answer
 from model.parallel.ranks import adopt, report
 from model.parallel.worker import ignore_signals

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from model.checkpoint import open_checkpoint
-from model.errors import ConfigError
-from model.gemma3 import MLP
-from model.kv_cache_spec import KVCachePlan
+from model.checkpoint.open import open_checkpoint
+from model.execution.runner import ModelRunner
+from model.interface.errors import ConfigError
+from model.interface.kv_cache_spec import KVCachePlan
+from model.interface.sampling_params import SamplingParams
+from model.interface.sequence_chunk import NOT_FINITE, ChunkResult, SequenceChunk, StepMemoryError
+from model.network.gemma3 import MLP
 from model.parallel.group import Group
 from model.parallel.ranks import RankError, Ranks
 from model.parallel.runner import ParallelRunner
-from model.runner import ModelRunner
-from model.sampling_params import SamplingParams
-from model.sequence_chunk import NOT_FINITE, ChunkResult, SequenceChunk, StepMemoryError
 from server.engine.memory import run_within_memory
 from tests.model.harness import GREEDY, Harness, TestSequence, assert_close
 from tests.model.parallel.hungry_worker import HUNGRY, HUNGRY_ROWS

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from model.errors import ConfigError
+from model.interface.errors import ConfigError
 from model.parallel.ranks import RankError, Ranks
 
 LIGHT = "tests.model.parallel.light_worker"

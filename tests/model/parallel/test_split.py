@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from model.checkpoint.base import EMBEDDING, HEAD, expected_shapes
-from model.config import SIZES, Gemma3Config
-from model.errors import ConfigError
-from model.kv_cache_spec import ceil_div
+from model.config.gemma3_config import SIZES, Gemma3Config
+from model.interface.errors import ConfigError
+from model.interface.kv_cache_spec import ceil_div
 from model.parallel.layers import check_quantization
 from model.parallel.split import Part, divided_config, possible_sizes, rank_parameter_count
 from tests.model.tiny_models import CONFIG

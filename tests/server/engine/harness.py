@@ -12,10 +12,10 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from model.grammar_state import Grammar, GrammarFault
-from model.kv_cache_spec import KVCacheSpec
-from model.sampling_params import SamplingParams
-from model.sequence_chunk import (
+from model.interface.grammar_state import Grammar, GrammarFault
+from model.interface.kv_cache_spec import KVCacheSpec
+from model.interface.sampling_params import SamplingParams
+from model.interface.sequence_chunk import (
     NOT_FINITE,
     ChunkResult,
     DecodeChunks,
@@ -25,9 +25,9 @@ from model.sequence_chunk import (
     TokenLogprobs,
 )
 from server.engine.core import EngineCore
-from server.engine.kv_manager import KVCacheManager
+from server.engine.kv.kv_manager import KVCacheManager
 from server.engine.request import GenerationSpec, RequestFailedError, TokenOutput
-from server.engine.scheduler import SchedulerConfig
+from server.engine.scheduler.scheduler import SchedulerConfig
 
 VOCAB = 1000
 

@@ -5,19 +5,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from model.sampling_params import SamplingParams
-from model.sequence_chunk import NOT_FINITE, ChunkResult, SequenceChunk
+from model.interface.sampling_params import SamplingParams
+from model.interface.sequence_chunk import NOT_FINITE, ChunkResult, SequenceChunk
 from server.engine.async_engine import AsyncEngine, EngineLimits
 from server.engine.core import EngineCore
-from server.engine.request import (
-    EngineDeadError,
-    EngineDrainingError,
-    GenerationSpec,
-    RequestFailedError,
-    TokenOutput,
-)
+from server.engine.request import EngineDeadError, EngineDrainingError, GenerationSpec, RequestFailedError, TokenOutput
 from tests.server.engine.harness import CheckingRunner, Harness, expected_tokens
-from tests.server.engine.test_scheduler import prompt
+from tests.server.engine.scheduler.test_scheduler import prompt
 
 
 class FaultyRunner(CheckingRunner):

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from model.sampling_params import SamplingParams
+from model.interface.sampling_params import SamplingParams
 from server.engine.core import EngineCore
-from server.engine.kv_manager import KVCacheManager
+from server.engine.kv.kv_manager import KVCacheManager
 from server.engine.request import GenerationSpec, TokenOutput
-from server.engine.scheduler import SchedulerConfig
+from server.engine.scheduler.scheduler import SchedulerConfig
 from tests.tiny import WINDOW, tiny_config, tiny_runner
 
 TOLERANCE = 1e-4

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from model.grammar_state import GrammarFault
-from server.engine.scheduler import SchedulerConfig
+from model.interface.grammar_state import GrammarFault
+from server.engine.scheduler.scheduler import SchedulerConfig
 from tests.server.engine.harness import Harness, expected_tokens
 
 STOP = 7

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from model.cuda_graphs import CudaGraphDevice, GraphDevice, padded_sizes
-from model.ops import select_ops
-from model.pending_step import PendingStep
-from model.runner import ModelRunner
-from model.sampling_params import SamplingParams
-from model.sequence_chunk import DecodeChunks, SequenceChunk
+from model.execution.cuda_graphs import CudaGraphDevice, GraphDevice, padded_sizes
+from model.execution.runner import ModelRunner
+from model.interface.sampling_params import SamplingParams
+from model.interface.sequence_chunk import DecodeChunks, SequenceChunk
+from model.network.pending_step import PendingStep
+from model.ops.select import select_ops
 from server.engine.core import EngineCore
-from server.engine.kv_manager import KVCacheManager
+from server.engine.kv.kv_manager import KVCacheManager
 from server.engine.request import GenerationSpec, TokenOutput
-from server.engine.scheduler import SchedulerConfig
+from server.engine.scheduler.scheduler import SchedulerConfig
 from tests.model.graphs import BLOCK_SIZE, RerunDevice, make_model
-from tests.model.ops_cpu.harness import cpu_ops, needs_kernels
+from tests.model.ops.cpu.harness import cpu_ops, needs_kernels
 from tests.model.tiny_models import CONFIG, random_prompt
 
 ABORTED = "r7"

@@ -26,7 +26,7 @@ def test_the_end_of_an_answer_never_waits_for_a_walk_over_the_pools(monkeypatch:
     def walk(self: object) -> None:
         raise AssertionError("a walk over all blocks")
 
-    monkeypatch.setattr("server.engine.kv_manager.KVCacheManager.check_invariants", walk)
+    monkeypatch.setattr("server.engine.kv.kv_manager.KVCacheManager.check_invariants", walk)
     first, second = harness.add([1, 2, 3]), harness.add([4, 5])
     harness.core.abort(second)
     harness.run()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from model.stub_device import stub_runner
+from model.bench.stub_device import stub_runner
 from server.bench.engine_overhead import BLOCK_SIZE, decoding_core, measure_overhead, render
 
 C_CALLS_PER_SEQUENCE = 1  # the append of its token

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from model.grammar_state import GrammarFault
+from model.interface.grammar_state import GrammarFault
 from server.grammar import compiler as compiler_module
 from server.grammar.compiler import CompiledGrammar, GrammarCompiler
 from server.grammar.source import GrammarError, GrammarSource

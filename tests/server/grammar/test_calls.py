@@ -7,8 +7,8 @@ import jsonschema
 import pytest
 
 from server.grammar.source import CallRules, GrammarError, GrammarSource, check_schema
-from server.text.call_parser import CallFormat, CallParser, CallPiece
-from server.text.functions import Function
+from server.text.tool_calls.call_parser import CallFormat, CallParser, CallPiece
+from server.text.tool_calls.functions import Function
 from tests.server.grammar.walks import NESTED, RECURSIVE, texts
 
 FUNCTIONS = (Function("nested", None, NESTED, "a"), Function("tree", None, RECURSIVE, "b"), Function("none", None, None, "c"))

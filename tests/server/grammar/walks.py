@@ -4,7 +4,7 @@ import json
 import random
 from collections.abc import Iterator
 
-from model.grammar_state import GrammarState
+from model.interface.grammar_state import GrammarState
 from server.grammar.compiler import GrammarCompiler
 from server.grammar.source import GrammarSource
 from server.text.tokenizer import Tokenizer

@@ -4,8 +4,8 @@ the published ids."""
 import pytest
 import tokenizers
 
-from model.checkpoint import open_checkpoint
-from server.text import Tokenizer
+from model.checkpoint.open import open_checkpoint
+from server.text.tokenizer import Tokenizer
 from tests.server.text.small_tokenizer import build_library_tokenizer, build_tokenizer
 
 

@@ -4,7 +4,7 @@ hundred entries, so that tests of pure logic take milliseconds."""
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
-from server.text import Tokenizer
+from server.text.tokenizer import Tokenizer
 
 CONTROL = [
     "<pad>",

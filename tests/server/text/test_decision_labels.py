@@ -1,7 +1,7 @@
 """The labels of options are tokens of Gemma's real vocabulary."""
 
-from server.api.decision_questions import Labels
-from server.api.decision_request import MAX_OPTIONS
+from server.api.decisions.questions import Labels
+from server.api.decisions.request import MAX_OPTIONS
 from server.text.tokenizer import Tokenizer
 
 

@@ -7,7 +7,8 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.text import Detokenizer, Tokenizer
+from server.text.detokenizer import Detokenizer
+from server.text.tokenizer import Tokenizer
 from tests.server.text.small_tokenizer import build_library_tokenizer, build_tokenizer
 from tests.server.text.small_tokenizer import token_id as id_of
 

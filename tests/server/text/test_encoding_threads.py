@@ -3,7 +3,7 @@
 import threading
 import time
 
-from server.text import Tokenizer
+from server.text.tokenizer import Tokenizer
 
 
 def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:

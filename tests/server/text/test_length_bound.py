@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
-from server.text import ChatMessage, Tokenizer
 from server.text.length_bound import PromptTooLongError
+from server.text.template.conversation import ChatMessage
+from server.text.tokenizer import Tokenizer
 from tests.server.text.small_tokenizer import CONTROL, build_library_tokenizer, build_tokenizer
 
 TOKENIZER = build_tokenizer()

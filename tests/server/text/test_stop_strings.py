@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from server.text import Detokenizer
+from server.text.detokenizer import Detokenizer
 
 
 class TextTable:

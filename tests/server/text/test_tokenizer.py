@@ -8,7 +8,8 @@ import psutil
 import pytest
 import tokenizers
 
-from server.text import ChatMessage, Tokenizer, TokenizerError
+from server.text.template.conversation import ChatMessage
+from server.text.tokenizer import Tokenizer, TokenizerError
 from tests.server.text.small_tokenizer import CONTROL, build_library_tokenizer, build_tokenizer
 from tests.server.text.small_tokenizer import token_id as id_of
 

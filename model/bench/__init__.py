@@ -1,0 +1,1 @@
+"""What steps and kernels cost against what the machine allows; for development."""

@@ -1,0 +1,1 @@
+"""The description of a Gemma 3 text model, and the spellings that it comes in. No torch."""

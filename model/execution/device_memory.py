@@ -1,0 +1,217 @@
+"""What a device's memory goes to, measured before the cache gets the rest: weights, the most that a step takes beside them, CUDA
+graphs, and whatever else is on the device. Where memory runs out at a start, the error names the setting to change."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from model.execution.cuda_graphs import CudaGraphDevice, DecodeGraphs, GraphDevice, padded_sizes
+from model.interface.errors import ConfigError
+from model.interface.kv_cache_spec import KVCachePlan, ceil_div
+from model.interface.sampling_params import SamplingParams
+from model.interface.sequence_chunk import SequenceChunk, StepMemoryError
+
+if TYPE_CHECKING:
+    from model.execution.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+# Of what a request may ask for, this takes most: a draw from the whole vocabulary, and log-probabilities.
+_DEAREST = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.95, logprobs=20)
+
+
+class DeviceMemory(Protocol):
+    """What a device tells about its memory, in bytes."""
+
+    def total(self) -> int: ...
+
+    def free(self) -> int:
+        """What any process could still take."""
+        ...
+
+    def allocated(self) -> int:
+        """In tensors of this process."""
+        ...
+
+    def peak(self) -> int:
+        """The most that ``allocated`` has been since ``reset_peak``."""
+        ...
+
+    def reset_peak(self) -> None: ...
+
+    def release(self) -> None:
+        """Give back what this process keeps for later tensors, so that ``free`` shows what is really taken."""
+        ...
+
+
+class CudaMemory:
+    """The memory of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def total(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[1])
+
+    def free(self) -> int:
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def release(self) -> None:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryProfile:
+    """Where a device's memory goes while no cache is allocated, in bytes."""
+
+    total: int
+    weights: int
+    activations: int  # the most that a step takes beside the weights
+    graphs: int
+    other: int  # the driver's context, compiled kernels, other processes
+
+    def cache_bytes(self, utilization: float) -> int:
+        """What the cache may take when ``utilization`` of the device is to be used. Raises ConfigError when that is nothing."""
+        rest = int(self.total * utilization) - self.weights - self.activations - self.graphs - self.other
+        if rest > 0:
+            return rest
+        raise ConfigError(
+            f"--gpu-memory-utilization {utilization:g} of {self.total / GIB:.1f} GiB leaves nothing for the KV cache: "
+            f"{self.text()}. Raise --gpu-memory-utilization, lower --max-num-batched-tokens or --max-num-seqs, choose "
+            f"--quantization int8 or fp8, or end what else uses the device."
+        )
+
+    def text(self) -> str:
+        parts = {
+            "weights": self.weights,
+            "a step's activations": self.activations,
+            "CUDA graphs": self.graphs,
+            "everything else": self.other,
+        }
+        return ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in parts.items())
+
+
+def profile_cuda_memory(
+    runner: "ModelRunner", *, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, cuda_graphs: bool
+) -> MemoryProfile | None:
+    """``profile_memory`` on the runner's device, where that is a CUDA one; other devices give no such account."""
+    device = runner.ops.device
+    if device.type != "cuda":
+        return None
+    return profile_memory(
+        runner,
+        CudaMemory(device),
+        CudaGraphDevice(device) if cuda_graphs else None,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+    )
+
+
+def profile_memory(
+    runner: "ModelRunner",
+    memory: DeviceMemory,
+    graph_device: GraphDevice | None,
+    *,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> MemoryProfile:
+    """Run the largest steps of a loaded runner over a cache of one block, and capture two graphs (None: there will be none).
+
+    Leaves the runner without a cache. Raises ConfigError when even that does not fit.
+    """
+    memory.release()
+    weights = memory.allocated()
+    with remedy("its largest step", "Lower --max-num-batched-tokens, --max-num-seqs or --max-model-len."):
+        runner.allocate_cache(KVCachePlan(2, 2, 0, 0, runner.spec.block_size))  # block 1, shared by all, stands for every one
+        before = memory.allocated()
+        memory.reset_peak()
+        for chunks in largest_steps(runner, max_num_batched_tokens, max_num_seqs, max_model_len):
+            runner.run(chunks)
+        activations = max(0, memory.peak() - before)
+        graphs = 0
+        if graph_device is not None:
+            graphs = _graph_bytes(runner, memory, graph_device, max_num_seqs, max_model_len)
+    runner.release_cache()
+    memory.release()
+    other = max(0, memory.total() - memory.free() - memory.allocated())
+    profile = MemoryProfile(memory.total(), weights, activations, graphs, other)
+    logger.info("of %.1f GiB of device memory: %s", profile.total / GIB, profile.text())
+    return profile
+
+
+def largest_steps(
+    runner: "ModelRunner", max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int
+) -> Iterator[list[SequenceChunk]]:
+    """Steps that take the most memory: as many tokens and sampled rows as may be, at the longest length; then decodes alone.
+
+    Where one sequence is too short to fill a step, several are computed in it.
+    """
+    spec = runner.spec
+    token_id = runner.config.bos_token_id
+    total = ceil_div(max_model_len, spec.block_size)
+
+    def chunk(num_tokens: int) -> SequenceChunk:
+        start = max_model_len - num_tokens
+        first = max(0, start - spec.sliding_window + 1) // spec.block_size
+        local_table = [0] * first + [1] * (total - first)
+        return SequenceChunk([token_id] * num_tokens, start, [1] * total, local_table, _DEAREST, samples=True)
+
+    decode = chunk(1)
+    longer: list[SequenceChunk] = []
+    spare = max_num_batched_tokens - max_num_seqs  # tokens beyond one of each sequence
+    while spare > 0 and len(longer) < max_num_seqs and max_model_len > 1:
+        longer.append(chunk(min(1 + spare, max_model_len)))
+        spare -= len(longer[-1].token_ids) - 1
+    yield [*longer, *[decode] * (max_num_seqs - len(longer))]
+    yield [decode] * max_num_seqs
+
+
+def _graph_bytes(runner: "ModelRunner", memory: DeviceMemory, device: GraphDevice, max_num_seqs: int, max_model_len: int) -> int:
+    """What all graphs are going to take: the largest, which makes the pool, and as much for each other one as for the second."""
+    sizes = padded_sizes(max_num_seqs)
+    memory.release()
+    free = [memory.free()]
+    assert runner.cache is not None
+    graphs = DecodeGraphs(runner.model, runner.cache, runner.spec, device, sizes, max_model_len)
+    for size in sizes[::-1][:2]:
+        graphs.capture([size])
+        memory.release()
+        free.append(memory.free())
+    taken = [max(0, before - after) for before, after in pairwise(free)]
+    return taken[0] + (len(sizes) - 1) * taken[-1]
+
+
+@contextmanager
+def remedy(what: str, how: str) -> Iterator[None]:
+    """Turns a lack of memory while ``what`` is made into an error that says what to change."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, StepMemoryError) as error:
+        if isinstance(error, StepMemoryError) or is_out_of_memory(error):
+            raise ConfigError(f"The device has no room for {what}. {how}") from error
+        raise
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """torch has a type for it on CUDA alone; on CPUs only the text tells."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return any(text in str(error) for text in ("can't allocate memory", "not enough memory", "Cannot allocate memory"))

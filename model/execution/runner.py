@@ -1,0 +1,343 @@
+"""ModelRunner: a loaded model and its cache on one device. Chunks of sequences go in, sampled tokens come out.
+
+It loads weights as a stream, is told how large the cache is to be, and runs one step at a time; it knows neither requests nor
+text. Not thread-safe: one thread calls it.
+"""
+
+import time
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tqdm import tqdm
+
+from model.config.gemma3_config import Gemma3Config
+from model.execution.cuda_graphs import CudaGraphDevice, DecodeGraphs, GraphDevice
+from model.execution.device_memory import is_out_of_memory, remedy
+from model.execution.weight_cache import WeightCache
+from model.host.cpu_features import cpu_computes_bfloat16
+from model.host.memory import available_memory
+from model.interface.errors import ConfigError
+from model.interface.kv_cache_spec import KVCachePlan, KVCacheSpec
+from model.interface.sampling_params import SamplingParams
+from model.interface.sequence_chunk import NOT_FINITE, ChunkResult, DecodeChunks, SequenceChunk, StepMemoryError
+from model.network.forward_batch import ForwardBatch, build_batch, to_device
+from model.network.gemma3 import Gemma3
+from model.network.kv_cache import KVCache
+from model.network.pending_step import PendingStep
+from model.ops.interface import Ops
+from model.ops.select import select_ops
+from model.precision import resolve_quantization
+from model.sampling.sampler import Sampler, draw_groups
+
+if TYPE_CHECKING:
+    from model.checkpoint.base import Checkpoint
+    from model.parallel.layers import ModelShard
+
+# Rows of logits held at once: 64 of float32 are 64 MiB for a vocabulary of 262 144. Elsewhere than on a CPU, each slice costs the
+# host more than the device.
+MAX_LOGITS_ROWS, MAX_LOGITS_ROWS_ON_DEVICE = 64, 256
+T = TypeVar("T")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The compute dtype for a --dtype value. "auto" is bfloat16 where the device computes in it, else float32.
+
+    float16 is refused: Gemma 3's residual stream passes its largest number, 65504.
+    """
+    if dtype == "auto":
+        return torch.bfloat16 if device.type != "cpu" or cpu_computes_bfloat16() else torch.float32
+    if dtype in ("float16", "half"):
+        raise ConfigError("--dtype float16 is not supported: Gemma 3 overflows in it. Use bfloat16, float32 or auto.")
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype} is not supported. Use bfloat16, float32 or auto.")
+    return DTYPES[dtype]
+
+
+class ModelRunner:
+    """One model on one device. ``load`` or the constructor, then ``allocate_cache``, then ``run`` once per step."""
+
+    def __init__(self, model: Gemma3, spec: KVCacheSpec, ops: Ops) -> None:
+        self.model = model
+        self.config: Gemma3Config = model.config
+        self.spec = spec
+        self.ops = ops
+        self.dtype = str(ops.dtype).removeprefix("torch.")
+        self.quantization = ops.quantization
+        self.weight_bytes = model.weight_bytes
+        self.sampler = Sampler(ops)
+        self.max_logits_rows = MAX_LOGITS_ROWS if ops.device.type == "cpu" else MAX_LOGITS_ROWS_ON_DEVICE
+        self.cache: KVCache | None = None
+        self._graphs: DecodeGraphs | None = None
+        self.sample_seconds = 0.0  # so far; on a device that computes beside the host, waiting for the network is in it
+        self.compile_seconds = 0.0  # until the operations were ready: long only when their kernels had to be compiled
+        self._cache_bytes = self._baseline_bytes = 0
+
+    @classmethod
+    def load(
+        cls,
+        checkpoint: "Checkpoint",
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        block_size: int = 16,
+        num_threads: int | None = None,
+        quantization: str = "none",
+        progress: bool = True,
+        num_valid_tokens: int | None = None,
+        weight_cache: WeightCache | None = None,
+        shard: "ModelShard | None" = None,
+    ) -> Self:
+        """Load the weights of a checkpoint, one tensor at a time; the cache comes later, once its size is known.
+
+        ``quantization`` is "auto", "none", "int8", "int4" or "fp8". ``num_valid_tokens``: ids from here on have no token and are
+        never sampled (a head may have more rows than the tokenizer has tokens); all of it when None. ``weight_cache``: where
+        packed weights are kept for the next load. ``shard``: the part of the model to load; all of it when None. Raises
+        ConfigError for settings and CheckpointError for files.
+        """
+        target = resolve_device(device)
+        torch_dtype = resolve_dtype(dtype, target)
+        config = checkpoint.config if shard is None else shard.config
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        began = time.monotonic()
+        ops = select_ops(target, torch_dtype, resolve_quantization(quantization, dtype))
+        compile_seconds = time.monotonic() - began
+        spec = config.kv_cache_spec(block_size, ops.cache_dtype.itemsize)
+        num_valid_tokens = min(config.vocab_size, num_valid_tokens or config.vocab_size)
+        advice = "Choose --quantization int8, a smaller model or a device with more memory."
+        with torch.inference_mode(), remedy("the weights", advice):
+            model = Gemma3(config, ops, num_valid_tokens)
+            if shard is not None:
+                shard.divide(model)
+            if weight_cache is None or not weight_cache.restore(model):
+                total = len(model.weight_slots())
+                tensors = checkpoint.tensors() if shard is None else shard.part.tensors(checkpoint.tensors())
+                model.load_weights(_with_progress(tensors, total, progress))
+                if weight_cache is not None:
+                    weight_cache.save(model)
+        runner = cls(model, spec, ops)
+        runner.compile_seconds = compile_seconds
+        return runner
+
+    def allocate_cache(self, plan: KVCachePlan) -> None:
+        """Make the tensors of both pools. Raises ConfigError when the device has no room for them."""
+        self._graphs = None  # they hold the addresses of the cache before
+        try:
+            self.cache = KVCache(self.config, plan, self.spec.block_size, self.ops.empty_cache)
+        except (RuntimeError, MemoryError) as error:
+            size = (plan.global_bytes + plan.local_bytes) / 2**30
+            setting = "--kv-cache-memory"
+            if self.ops.device.type == "cuda":
+                setting += " or --gpu-memory-utilization"
+            raise ConfigError(f"The device has no room for a KV cache of {size:.1f} GiB. Lower {setting}.") from error
+        self._cache_bytes = plan.global_bytes + plan.local_bytes
+        if self.ops.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.ops.device)
+            self._baseline_bytes = torch.cuda.memory_allocated(self.ops.device)
+
+    def release_cache(self) -> None:
+        """Forget the cache and what was captured over it."""
+        self.cache = self._graphs = None
+        self._cache_bytes = 0
+
+    def capture_graphs(self, sizes: Sequence[int], max_model_len: int, device: GraphDevice | None = None) -> None:
+        """From now on, steps of decodes alone are replayed, padded to the next of the ``sizes`` (``cuda_graphs.padded_sizes``).
+
+        Nothing on a CPU, unless a ``device`` for graphs is given.
+        """
+        if device is None:
+            if self.ops.device.type != "cuda":
+                return
+            device = CudaGraphDevice(self.ops.device)
+        with remedy("the CUDA graphs", "Lower --gpu-memory-utilization or --kv-cache-memory, or use --no-cuda-graphs."):
+            assert self.cache is not None, "allocate_cache() comes first"
+            graphs = DecodeGraphs(self.model, self.cache, self.spec, device, sizes, max_model_len)
+            graphs.capture()
+        self._graphs = graphs
+
+    def free_memory(self) -> int:
+        """Bytes that the device can still give to this process."""
+        if self.ops.device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self.ops.device)[0])
+        return available_memory()
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Bytes by what they hold. ``activations_peak`` is the most that a step took beside weights and cache; a CPU has no count
+        of it. To be called by the thread that runs the steps: a device that hangs would hold the caller too."""
+        sizes = {"weights": self.weight_bytes, "kv_cache": self._cache_bytes, "device_free": self.free_memory()}
+        if self.ops.device.type == "cuda":
+            sizes["activations_peak"] = max(0, torch.cuda.max_memory_allocated(self.ops.device) - self._baseline_bytes)
+        return sizes
+
+    def warm_up(self) -> None:
+        """Run a small prefill and a decode, so that the first request does not pay for lazy initialisation.
+
+        Writes to block 1 of each pool: to be called before any sequence owns a block.
+        """
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        for token_ids, start in (([self.config.bos_token_id] * min(4, self.spec.block_size), 0), ([self.config.bos_token_id], 0)):
+            self.run([SequenceChunk(token_ids, start, [1], [1], sampling, samples=True)])
+        self.sample_seconds = 0.0
+
+    def run(self, chunks: Sequence[SequenceChunk]) -> Sequence[ChunkResult]:
+        """Run one step; one result per chunk, in order. Raises StepMemoryError."""
+        return self.launch(chunks).results()
+
+    def launch(self, chunks: Sequence[SequenceChunk]) -> PendingStep:
+        """Hand one step to the device, and wait for it only where chunks are not plain. Raises StepMemoryError."""
+        try:
+            return self._launch(chunks)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = str(error)
+        # Not before here: the frames of the caught exception hold the tensors of the failed step.
+        if self.ops.device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise StepMemoryError(reason)
+
+    @torch.inference_mode()
+    def _launch(self, chunks: Sequence[SequenceChunk]) -> PendingStep:
+        if not chunks:
+            return PendingStep([])
+        first_rows, hidden = self._run_network(chunks)
+        if isinstance(chunks, DecodeChunks) and chunks.plain:
+            return PendingStep(None, drawn=self._draw(hidden, chunks, chunks.positions, chunks.scratch))
+        chunks = list(chunks)
+        results: list[ChunkResult | None] = [None] * len(chunks)
+        rest = {index: ChunkResult() for index, chunk in enumerate(chunks) if not chunk.plain}
+        self._pool(hidden, chunks, first_rows, rest)
+        self._score_prompts(hidden, chunks, first_rows, rest)
+        self._sample(hidden, chunks, first_rows, rest)
+        for index, result in rest.items():
+            results[index] = result
+        plain = [index for index, chunk in enumerate(chunks) if chunk.plain]
+        if not plain:
+            return PendingStep(results)
+        last_rows = to_device(np.array([first_rows[index + 1] - 1 for index in plain]), hidden.device)
+        drawing = [chunks[index] for index in plain]
+        positions = np.array([chunk.position for chunk in drawing])
+        return PendingStep(results, plain, self._draw(hidden[last_rows], drawing, positions, {}))
+
+    def _draw(
+        self,
+        hidden: torch.Tensor,
+        chunks: Sequence[SequenceChunk],
+        positions: npt.NDArray[np.int64],
+        scratch: dict[Hashable, Any],
+    ) -> torch.Tensor:
+        """Tokens of plain chunks from their last hidden states, int64 [len(chunks)], -1 where logits are not finite."""
+        drawn = []
+        count, length = len(chunks), self.max_logits_rows
+        for first in range(0, count, length):
+            rows = slice(first, first + length)
+            states = hidden if count <= length else hidden[rows]
+            if ("sampling", first) not in scratch:
+                sampling = chunks.sampling if isinstance(chunks, DecodeChunks) else [chunk.sampling for chunk in chunks]
+                scratch["sampling", first] = sampling[rows], all(one.greedy for one in sampling[rows])
+            settings, all_greedy = scratch["sampling", first]
+            token_ids = self.model.greedy(states) if all_greedy else None
+            if token_ids is None:
+                logits = self.model.logits(states)
+                began = time.monotonic()
+                if ("draws", first) not in scratch:
+                    scratch["draws", first] = draw_groups(settings, logits.shape[1], logits.device)
+                token_ids = self.sampler.draw_plain(logits, scratch["draws", first], positions[rows])
+                self.sample_seconds += time.monotonic() - began
+            drawn.append(token_ids)
+        return torch.cat(drawn) if len(drawn) > 1 else drawn[0]
+
+    @torch.inference_mode()
+    def hidden_states(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
+        """Final hidden states [n, h] of every token of the chunks, one chunk after the other; writes the cache like ``run``."""
+        return self._forward(chunks)[1]
+
+    def _run_network(self, chunks: Sequence[SequenceChunk]) -> tuple[Sequence[int], torch.Tensor]:
+        """(row of each chunk's first token and the total at the end, final hidden states [n, h] until the next step)."""
+        if self._graphs is not None and self._graphs.accepts(chunks):
+            return range(len(chunks) + 1), self._graphs.run(chunks)
+        batch, hidden = self._forward(chunks)
+        return batch.first_rows, hidden
+
+    def _forward(self, chunks: Sequence[SequenceChunk]) -> tuple[ForwardBatch, torch.Tensor]:
+        assert self.cache is not None, "allocate_cache() comes first"
+        batch = build_batch(chunks, self.spec, self.ops.device)
+        return batch, self.model(batch, self.cache)
+
+    def _pool(
+        self, hidden: torch.Tensor, chunks: Sequence[SequenceChunk], first_rows: Sequence[int], results: dict[int, ChunkResult]
+    ) -> None:
+        """Sums in float64: a mean over all of a prompt must not depend on the chunks it came in."""
+        for index, chunk in enumerate(chunks):
+            if not chunk.pools:
+                continue
+            total = hidden[first_rows[index] : first_rows[index + 1]].sum(0, dtype=torch.float64)  # [h]
+            if total.isfinite().all():
+                results[index].hidden_sum = total.cpu().numpy()
+            else:
+                results[index].error = NOT_FINITE
+
+    def _sample(
+        self, hidden: torch.Tensor, chunks: Sequence[SequenceChunk], first_rows: Sequence[int], results: dict[int, ChunkResult]
+    ) -> None:
+        sampling = [index for index, result in results.items() if chunks[index].samples and result.error is None]
+        for part in _slices(sampling, self.max_logits_rows):
+            logits = self.model.logits(hidden[[first_rows[index + 1] - 1 for index in part]])
+            began = time.monotonic()
+            drawn = self.sampler.sample(logits, [chunks[index] for index in part])
+            self.sample_seconds += time.monotonic() - began
+            for index, sampled in zip(part, drawn, strict=True):
+                results[index].token_ids = sampled.token_ids
+                results[index].logprobs = sampled.logprobs
+                results[index].error = sampled.error
+
+    def _score_prompts(
+        self, hidden: torch.Tensor, chunks: Sequence[SequenceChunk], first_rows: Sequence[int], results: dict[int, ChunkResult]
+    ) -> None:
+        """Log-probabilities of prompt tokens, in slices of rows, so that no more than one slice of logits exists at a time."""
+        rows: list[tuple[int, int, int, int]] = []  # chunk, row of the flat batch, token that follows, alternatives asked for
+        for index, chunk in enumerate(chunks):
+            count = chunk.sampling.prompt_logprobs
+            if count is None:
+                continue
+            if any(not 0 <= target < self.model.head.num_valid_tokens for target in chunk.prompt_targets):
+                results[index].error = "A prompt token has no log-probability: its id has no token in the vocabulary."
+                continue
+            rows += [(index, first_rows[index] + i, target, count) for i, target in enumerate(chunk.prompt_targets)]
+        for part in _slices(rows, self.max_logits_rows):
+            logits = self.model.logits(hidden[[row for _, row, _, _ in part]])
+            finite = self.ops.all_finite(logits).tolist()
+            targets, counts = [target for _, _, target, _ in part], [count for _, _, _, count in part]
+            entries = self.sampler.logprobs(logits, targets, counts, ranks=True)
+            for (index, *_), is_finite, entry in zip(part, finite, entries, strict=True):
+                if is_finite:
+                    results[index].prompt_logprobs.append(entry)
+                else:
+                    results[index].error = NOT_FINITE
+
+
+def _slices(items: Sequence[T], length: int) -> Iterator[Sequence[T]]:
+    for first in range(0, len(items), length):
+        yield items[first : first + length]
+
+
+def resolve_device(device: str) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        target = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {device} is not known. Use auto, cpu or cuda.") from error
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: no usable CUDA device was found. Use --device cpu.")
+    if target.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {device} is not supported. Use auto, cpu or cuda.")
+    return target
+
+
+def _with_progress(tensors: Iterable[tuple[str, torch.Tensor]], total: int, progress: bool) -> Iterable[tuple[str, torch.Tensor]]:
+    return tqdm(tensors, total=total, desc="Loading weights", unit="tensor", disable=None if progress else True)

@@ -1,0 +1,292 @@
+"""Keeps a network's weights on disk as its backend packed them, so that a later start reads them instead of expanding and packing
+them again. An entry is one file: it is written under another name and moved into place, its key names everything that it depends
+on, and its sums are checked when it is read, so a damaged or outdated one costs a warning and is made again. A disk that is full
+or cannot be written costs a log line, never the start. Importing this module imports no torch.
+
+The file is read in a thread, in a few calls outside the interpreter's lock, into memory that the weights then stay in.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import mmap
+import os
+import shutil
+import struct
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from model.host.cpu_features import cpu_flags
+from model.host.file_lock import lock_file
+from model.host.huge_pages import anonymous_memory
+
+if TYPE_CHECKING:
+    import torch
+
+    from model.checkpoint.base import Checkpoint
+    from model.network.gemma3 import Gemma3
+    from model.ops.interface import PackedForm
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent.parent
+_SOURCE_FILES = ("*.py", "*.cpp", "*.h")
+_KERNEL_OVERRIDES = frozenset({"GEMSERVE_SANITIZE", "GEMSERVE_CPU_KERNELS"})  # libraries whose source is not known, for tests
+SUFFIX = ".weights"
+WRITING = ".writing-"
+MAGIC = b"gemserve packed1"
+_PREFIX = struct.Struct("<16sQQII")  # magic, bytes of the header and of the body, CRC-32 of each
+MAX_HEADER_BYTES = 1 << 26
+ALIGNMENT = 4096  # of every tensor in the body, and of the body in the file
+# Smaller models load in no time. Larger ones wait for the disk either way, and would fill it.
+SMALLEST_BYTES, LARGEST_BYTES = 64 << 20, 4 << 30
+MAX_TOTAL_BYTES = 8 << 30  # of all entries; the least recently used ones go
+FREE_BYTES = 1 << 30  # that the disk keeps beyond an entry
+ABANDONED_SECONDS = 3600.0  # after which a half-written file belongs to nobody
+JUST_MADE_SECONDS = 60.0  # in which it may have no lock yet
+
+
+def weight_cache_key(checkpoint: "Checkpoint", *, dtype: str, device: str, quantization: str) -> str | None:
+    """Names all that packed weights depend on: files, settings, our sources, torch and the processor. None: not to be kept."""
+    if device == "cuda" or not _KERNEL_OVERRIDES.isdisjoint(os.environ):
+        return None
+    digest = hashlib.sha256(checkpoint.fingerprint.encode())
+    try:
+        for file in checkpoint.weight_files:
+            status = file.stat()
+            digest.update(f"{status.st_size}:{status.st_mtime_ns}\0".encode())
+        for source in sorted(file for pattern in _SOURCE_FILES for file in SOURCES.rglob(pattern)):
+            digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    except OSError:
+        return None
+    for value in (dtype, quantization, version("torch"), *sorted(cpu_flags())):
+        digest.update(value.encode() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    header: dict[str, Any]
+    body: mmap.mmap
+
+
+class _DamagedError(Exception):
+    pass
+
+
+class WeightCache:
+    """One entry: begins to read it at once, where it exists."""
+
+    def __init__(self, folder: Path, key: str, *, smallest: int = SMALLEST_BYTES) -> None:
+        self._folder = folder
+        self._file = folder / f"{key}{SUFFIX}"
+        self._half_written = f"{WRITING}{key}-"
+        self._smallest = smallest
+        self._entry: _Entry | None = None
+        self._fault: str | None = None
+        self._thread = threading.Thread(target=self._read, name="gemserve-weights", daemon=True)
+        with contextlib.suppress(OSError):  # such as a folder of somebody else: ``save`` says why
+            if self._file.exists():
+                self._thread.start()
+
+    def restore(self, model: "Gemma3") -> bool:
+        """Fill the network from the entry. False: there is none that fits, and the network is as it was."""
+        if self._thread.ident is None:
+            return False
+        self._thread.join()
+        entry, self._entry = self._entry, None
+        if not model.ops.stores_packed_weights:
+            return False  # the entry is that of starts without a GPU, or with a compiler
+        try:
+            if entry is None:
+                raise _DamagedError(self._fault)
+            if not model.restore_weights(_forms(entry)):
+                raise _DamagedError("it holds another network")
+        except _DamagedError as error:
+            logger.warning("The packed weights in %s are not used and are made again: %s.", self._file, error)
+            with contextlib.suppress(OSError):
+                self._file.unlink()
+            return False
+        with contextlib.suppress(OSError):
+            os.utime(self._file)  # when it was last used
+        return True
+
+    def save(self, model: "Gemma3") -> None:
+        """Keep the weights of a loaded network, if its backend can take them apart and their size is one worth keeping."""
+        if not model.ops.stores_packed_weights:
+            return
+        forms = model.packed_forms()
+        layout = _Layout(forms)
+        if not self._smallest <= layout.body_bytes <= LARGEST_BYTES:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if self._is_written_elsewhere():
+                logger.info("Packed weights are kept in %s by another start.", self._folder)
+                return
+            self._tidy(layout.body_bytes)
+            free = shutil.disk_usage(self._folder).free
+            if free < layout.body_bytes + FREE_BYTES:
+                logger.info("Packed weights are not kept in %s: only %d MiB are free.", self._folder, free >> 20)
+                return
+            logger.info("Keeping packed weights (%d MiB) in %s; later starts read them.", layout.body_bytes >> 20, self._folder)
+            self._write(layout)
+        except OSError as error:
+            logger.warning("Packed weights cannot be kept in %s: %s.", self._folder, error.strerror or error)
+
+    def _write(self, layout: "_Layout") -> None:
+        descriptor, name = tempfile.mkstemp(dir=self._folder, prefix=self._half_written)
+        try:
+            with os.fdopen(descriptor, "wb") as stream:
+                with contextlib.suppress(OSError):  # a file system without locks
+                    lock_file(stream)  # goes with the process, however it ends
+                layout.write(stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+                os.chmod(name, 0o644)  # mkstemp makes it private; a cache filled by an image or another user must be readable
+                os.replace(name, self._file)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+    def _is_written_elsewhere(self) -> bool:
+        """Whether a start that began at the same time has written this entry, or is about it. At worst it is written twice."""
+        if self._file.exists():
+            return True
+        for file in self._folder.glob(f"{self._half_written}*"):
+            with contextlib.suppress(OSError), file.open("rb") as stream:
+                try:
+                    lock_file(stream)
+                except BlockingIOError:
+                    return True
+        return False
+
+    def _tidy(self, needed: int) -> None:
+        """Remove what was left half-written, and the entries used longest ago that leave no room for ``needed`` more bytes."""
+        for file in self._folder.glob(f"{WRITING}*"):
+            with contextlib.suppress(OSError), file.open("rb") as stream:
+                age = time.time() - os.fstat(stream.fileno()).st_mtime
+                if age <= JUST_MADE_SECONDS:
+                    continue
+                if age <= ABANDONED_SECONDS:
+                    lock_file(stream)  # OSError: whoever writes it is still there, or nobody can know
+                file.unlink()
+        entries = []
+        for file in self._folder.glob(f"*{SUFFIX}"):
+            with contextlib.suppress(OSError):
+                entries.append((file.stat(), file))
+        room = MAX_TOTAL_BYTES - needed
+        for status, file in sorted(entries, key=lambda entry: entry[0].st_mtime, reverse=True):
+            room -= status.st_size
+            if room < 0:
+                with contextlib.suppress(OSError):
+                    file.unlink()
+
+    def _read(self) -> None:
+        try:
+            with self._file.open("rb", buffering=0) as stream:
+                self._entry = _read_entry(stream)
+        except _DamagedError as error:
+            self._fault = str(error)
+        except (OSError, MemoryError, ValueError) as error:
+            self._fault = f"it cannot be read ({error})"
+
+
+class _Layout:
+    """Where each tensor of the forms stands in the body."""
+
+    def __init__(self, forms: "dict[str, PackedForm]") -> None:
+        self._tensors: list[tuple[int, torch.Tensor]] = []
+        self.body_bytes = 0
+        self._modules = {
+            name: {
+                "values": dict(form.values),
+                "tensors": {part: self._place(tensor) for part, tensor in form.tensors.items()},
+            }
+            for name, form in forms.items()
+        }
+
+    def _place(self, tensor: "torch.Tensor") -> list[Any]:
+        start = self.body_bytes
+        self._tensors.append((start, tensor))
+        self.body_bytes = _aligned(start + tensor.nbytes)
+        return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start]
+
+    @cached_property
+    def header(self) -> bytes:
+        return json.dumps(self._modules).encode()
+
+    def write(self, stream: BinaryIO) -> None:
+        stream.seek(_body_start(len(self.header)))
+        checksum = 0
+        for piece in self._pieces():
+            stream.write(piece)
+            checksum = zlib.crc32(piece, checksum)
+        stream.seek(0)
+        stream.write(_PREFIX.pack(MAGIC, len(self.header), self.body_bytes, zlib.crc32(self.header), checksum))
+        stream.write(self.header)
+
+    def _pieces(self) -> Iterator[memoryview]:
+        import torch
+
+        for start, tensor in self._tensors:
+            flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            yield flat.numpy().data
+            yield memoryview(bytes(_aligned(start + tensor.nbytes) - start - tensor.nbytes))
+
+
+def _read_entry(stream: Any) -> _Entry:
+    size = os.fstat(stream.fileno()).st_size
+    prefix = stream.read(_PREFIX.size)
+    if len(prefix) < _PREFIX.size:
+        raise _DamagedError("the file is truncated")
+    magic, header_bytes, body_bytes, header_sum, body_sum = _PREFIX.unpack(prefix)
+    if magic != MAGIC or header_bytes > MAX_HEADER_BYTES or size != _body_start(header_bytes) + body_bytes or not body_bytes:
+        raise _DamagedError("its first bytes and its length are not those of such a file")
+    header = stream.read(header_bytes)
+    if zlib.crc32(header) != header_sum:
+        raise _DamagedError("the checksum of its header is wrong")
+    stream.seek(_body_start(header_bytes))
+    body = anonymous_memory(body_bytes)
+    view, filled = memoryview(body), 0
+    while filled < body_bytes:
+        count = stream.readinto(view[filled:])
+        if not count:
+            raise _DamagedError("the file is truncated")
+        filled += count
+    if zlib.crc32(view) != body_sum:
+        raise _DamagedError("the checksum of its weights is wrong")
+    return _Entry(json.loads(header), body)
+
+
+def _forms(entry: _Entry) -> "dict[str, PackedForm]":
+    """The forms of an entry whose sums are right; their tensors share its memory."""
+    import torch
+
+    from model.ops.interface import PackedForm
+
+    def tensor(dtype: str, shape: list[int], start: int) -> torch.Tensor:
+        return torch.frombuffer(entry.body, dtype=getattr(torch, dtype), count=math.prod(shape), offset=start).view(shape)
+
+    return {
+        name: PackedForm(module["values"], {part: tensor(*place) for part, place in module["tensors"].items()})
+        for name, module in entry.header.items()
+    }
+
+
+def _aligned(position: int) -> int:
+    return -(-position // ALIGNMENT) * ALIGNMENT
+
+
+def _body_start(header_bytes: int) -> int:
+    return _aligned(_PREFIX.size + header_bytes)

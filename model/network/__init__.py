@@ -1,0 +1,1 @@
+"""Gemma 3 as a network: the flat batch, its layers, and the tensors of its cache."""

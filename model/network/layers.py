@@ -1,0 +1,189 @@
+"""The building blocks of the network that own weights: linear layers, norm scales, the embedding; and rotary angles.
+
+Weights are born on the meta device, so a network of any size costs nothing until it is filled. Each block names the tensors of
+the checkpoint that it wants (``slots``) and takes them one at a time, in any order; once a linear layer has all of its own, it
+hands its matrix to the backend, which may repack it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from model.config.gemma3_config import Gemma3Config
+from model.ops.interface import LinearRole, LinearWeight, Ops, PackedForm
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSlot:
+    """Where one tensor of the checkpoint goes."""
+
+    shape: tuple[int, ...]
+    fill: Callable[[torch.Tensor], None]
+
+
+class Linear(nn.Module):
+    """A linear layer without bias whose rows come from one or several tensors of the checkpoint (fused q, k, v or gate, up)."""
+
+    def __init__(self, ops: Ops, role: LinearRole, in_features: int, pieces: Mapping[str, int]) -> None:
+        """``pieces`` maps each checkpoint name to its number of output features, in order."""
+        super().__init__()
+        self.ops = ops
+        self.role = role
+        self.in_features = in_features
+        self.out_features = sum(pieces.values())
+        self.pieces = dict(pieces)
+        self.missing = set(pieces)
+        self.weight: torch.Tensor | None = None  # [out_features, in_features] while being filled
+        self.packed: LinearWeight | None = None
+
+    def slots(self) -> dict[str, WeightSlot]:
+        slots = {}
+        first_row = 0
+        for name, rows in self.pieces.items():
+            slots[name] = WeightSlot((rows, self.in_features), self._filler(name, first_row))
+            first_row += rows
+        return slots
+
+    def _filler(self, name: str, first_row: int) -> Callable[[torch.Tensor], None]:
+        def fill(tensor: torch.Tensor) -> None:
+            if self.weight is None:
+                self.weight = torch.empty(self.out_features, self.in_features, dtype=self.ops.dtype, device=self.ops.device)
+            self.weight[first_row : first_row + tensor.shape[0]].copy_(tensor)
+            self.missing.discard(name)
+            if not self.missing:
+                self.pack(self.weight)
+                self.weight = None
+
+        return fill
+
+    def pack(self, weight: torch.Tensor, *, shared: bool = False) -> None:
+        self.packed = self.ops.pack_linear(weight, self.role, shared=shared)
+
+    def packed_form(self) -> PackedForm:
+        """The filled layer's weight, to be stored."""
+        assert self.packed is not None
+        return self.ops.to_packed_form(self.packed)
+
+    def accepts(self, form: PackedForm) -> bool:
+        return form.values.get("in_features") == self.in_features and form.values.get("out_features") == self.out_features
+
+    def restore(self, form: PackedForm) -> None:
+        """Take the weight of a form that it accepts, in place of being filled."""
+        self.packed = self.ops.from_packed_form(form)
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes if self.packed is not None else 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.packed is not None
+        return self.ops.linear(x, self.packed)
+
+
+class Head(Linear):
+    """The output head. Rows beyond the tokenizer's vocabulary stay out, so an id without a token can never be sampled."""
+
+    def __init__(self, ops: Ops, config: Gemma3Config, num_valid_tokens: int) -> None:
+        super().__init__(ops, "head", config.hidden_size, {"lm_head.weight": config.vocab_size})
+        self.num_valid_tokens = num_valid_tokens
+
+    def accepts(self, form: PackedForm) -> bool:
+        return form.values.get("in_features") == self.in_features and form.values.get("out_features") == self.num_valid_tokens
+
+    def pack(self, weight: torch.Tensor, *, shared: bool = False) -> None:
+        super().pack(weight[: self.num_valid_tokens], shared=shared)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.packed is not None
+        return self.ops.logits(x, self.packed)
+
+    def greedy(self, x: torch.Tensor) -> torch.Tensor | None:
+        """``Ops.greedy``."""
+        assert self.packed is not None
+        return self.ops.greedy(x, self.packed)
+
+
+class NormScale(nn.Module):
+    """Gemma's RMSNorm weight, kept as the float32 factor (1 + weight) that the operations multiply by."""
+
+    def __init__(self, ops: Ops, name: str, size: int) -> None:
+        super().__init__()
+        self.name = name
+        self.device = ops.device
+        self.scale = torch.empty(size, dtype=torch.float32, device="meta")
+
+    def slots(self) -> dict[str, WeightSlot]:
+        return {self.name: WeightSlot(tuple(self.scale.shape), self._fill)}
+
+    def _fill(self, tensor: torch.Tensor) -> None:
+        self.scale = tensor.to(self.device, torch.float32) + 1.0
+
+    def packed_form(self) -> PackedForm:
+        return PackedForm({}, {"scale": self.scale})
+
+    def accepts(self, form: PackedForm) -> bool:
+        return _is_like(form, "scale", self.scale)
+
+    def restore(self, form: PackedForm) -> None:
+        self.scale = form.tensors["scale"].to(self.device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.scale.nbytes
+
+
+class Embedding(nn.Module):
+    """Token embedding times sqrt(hidden), the factor rounded to the compute dtype (25.25 for 640 in bfloat16)."""
+
+    def __init__(self, ops: Ops, config: Gemma3Config) -> None:
+        super().__init__()
+        self.ops = ops
+        self.shape = (config.vocab_size, config.hidden_size)
+        self.weight = torch.empty(self.shape, dtype=ops.dtype, device="meta")
+        self.normalizer = torch.tensor(config.hidden_size**0.5, dtype=ops.dtype, device=ops.device)
+
+    def slots(self) -> dict[str, WeightSlot]:
+        return {"model.embed_tokens.weight": WeightSlot(self.shape, self._fill)}
+
+    def _fill(self, tensor: torch.Tensor) -> None:
+        self.weight = torch.empty(self.shape, dtype=self.ops.dtype, device=self.ops.device).copy_(tensor)
+
+    def packed_form(self) -> PackedForm:
+        return PackedForm({}, {"weight": self.weight})
+
+    def accepts(self, form: PackedForm) -> bool:
+        return _is_like(form, "weight", self.weight)
+
+    def restore(self, form: PackedForm) -> None:
+        self.weight = form.tensors["weight"].to(self.ops.device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.weight[token_ids] * self.normalizer
+
+
+def _is_like(form: PackedForm, name: str, tensor: torch.Tensor) -> bool:
+    stored = form.tensors.get(name)
+    return stored is not None and stored.shape == tensor.shape and stored.dtype == tensor.dtype
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotary angles in float32, of each kind of layer: position / factor * theta ** (-2 i / D)."""
+
+    def __init__(self, head_dim: int, kinds: Mapping[bool, tuple[float, float]], device: torch.device) -> None:
+        """``kinds``: theta and factor, by whether a layer is global."""
+        super().__init__()
+        self.kinds = tuple(kinds)
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+        frequencies = [1.0 / (theta**exponents) / factor for theta, factor in kinds.values()]
+        self.inverse_frequencies = torch.stack(frequencies)[:, None, :]  # [kinds, 1, D / 2]
+
+    def forward(self, positions: torch.Tensor) -> dict[bool, tuple[torch.Tensor, torch.Tensor]]:
+        """positions int64 [n] -> cos, sin float32 [n, D / 2] of each kind."""
+        angles = positions[:, None].float() * self.inverse_frequencies
+        return dict(zip(self.kinds, zip(angles.cos().unbind(), angles.sin().unbind(), strict=True), strict=True))

@@ -1,0 +1,405 @@
+"""The CPU backend: C++ kernels (model/ops/cpu/cpp) for AVX2 and AVX-512 behind the interface of ``Ops``.
+
+Every kernel accumulates in float32 in an order that depends on the row alone, so a row's result is bit for bit the same whatever
+else is in the batch and on any number of threads. Shapes that a kernel does not cover, which no Gemma 3 has, fall back to the
+reference, which makes no such promise.
+"""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from struct import Struct
+from typing import cast
+
+import torch
+
+from model.host.huge_pages import HugePageMemory
+from model.network.kv_cache import LayerCache
+from model.ops.cpu.build import load_library
+from model.ops.cpu.weights import PackedWeight, WeightStorage, choose_storage, pack_head, pack_weight, put_together, take_apart
+from model.ops.interface import AttentionMetadata, Candidates, LayerOperands, LinearRole, LinearWeight, PackedForm
+from model.ops.reference import ReferenceOps
+
+_ATTENTION = Struct("7q 6q 4q 4q d")  # AttentionArguments in cpp/attention.h
+_ROPE = Struct("9q 5q 4q 3q d")  # RopeArguments in cpp/kernels.h
+_LAYER = Struct("4q 2q 4q 2q 4q 5q 3q 2d")  # LayerArguments in cpp/layer.cpp
+_STEPS = Struct("4q 2q q 3q 6q" * 2)  # two StepArguments in cpp/layer.cpp
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stack:
+    """What stays the same from step to step in ``decoder_layers``, for a network and its cache, which it does not keep alive."""
+
+    layers: Sequence[LayerOperands]
+    keys: "weakref.ref[torch.Tensor]"  # of the first layer's cache
+    arguments: bytes  # a LayerArguments for each
+    room: tuple[int, int]  # values that a token takes in each of the two buffers
+    head_dim: int
+
+
+class CpuOps(ReferenceOps):
+    """Fused C++ kernels. Raises BuildError where they cannot be compiled or do not run."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, weights: WeightStorage = "exact") -> None:
+        """``weights``: how linear weights are stored (``WeightStorage`` in model/ops/cpu/weights.py)."""
+        super().__init__(device, dtype)
+        self.weights = weights
+        self._library = load_library()
+        self._memory = HugePageMemory()
+        self._stack: _Stack | None = None
+        self._width = int(self._library.vector_width())
+        self._is_bfloat16 = int(dtype == torch.bfloat16)
+
+    @property
+    def name(self) -> str:
+        return f"cpu ({'AVX-512' if self._width == 16 else 'AVX2'}, {self.weights} weights)"
+
+    @property
+    def quantization(self) -> str:
+        return self.weights if self.weights in ("int8", "int4") else "none"
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        return self.dtype if self.quantization == "none" else torch.bfloat16
+
+    def empty_cache(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """In huge pages as far as the system has them: decodes read it from end to end."""
+        cache = super().empty_cache(shape)
+        self._library.advise_huge_pages(cache.data_ptr(), cache.nbytes)
+        return cache
+
+    # -- linear layers ---------------------------------------------------------------------------------------------------------
+
+    def pack_linear(self, weight: torch.Tensor, role: LinearRole, *, shared: bool = False) -> LinearWeight:
+        assert weight.dtype == self.dtype
+        storage = choose_storage(weight, self.weights, role)
+        if role == "head":
+            return pack_head(self._library, self._memory, weight, storage)
+        return pack_weight(self._library, self._memory, weight, storage, may_be_int5=True)
+
+    @property
+    def stores_packed_weights(self) -> bool:
+        return True
+
+    def to_packed_form(self, weight: LinearWeight) -> PackedForm:
+        assert isinstance(weight, PackedWeight)
+        return take_apart(weight)
+
+    def from_packed_form(self, form: PackedForm) -> LinearWeight:
+        return put_together(form)
+
+    def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        return self._linear(x, weight, x.dtype, self._is_bfloat16)
+
+    def logits(self, x: torch.Tensor, head: LinearWeight) -> torch.Tensor:
+        return self._linear(x, head, torch.float32, 0)
+
+    def greedy(self, x: torch.Tensor, head: LinearWeight) -> torch.Tensor | None:
+        assert isinstance(head, PackedWeight)
+        if head.sketch is None:
+            return None
+        assert x.shape == (len(x), head.in_features)
+        x = x.contiguous()
+        token_ids = torch.empty(len(x), dtype=torch.int64)
+        self._library.greedy(
+            head.address,
+            head.sketch.weight.address,
+            head.sketch.spreads.data_ptr(),
+            x.data_ptr(),
+            self._is_bfloat16,
+            len(x),
+            token_ids.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return token_ids
+
+    def _linear(self, x: torch.Tensor, weight: LinearWeight, dtype: torch.dtype, is_bfloat16: int) -> torch.Tensor:
+        assert isinstance(weight, PackedWeight)
+        num_rows = x.shape[0]
+        assert x.shape == (num_rows, weight.in_features)
+        x = x.contiguous()
+        result = torch.empty((num_rows, weight.out_features), dtype=dtype)
+        self._library.linear(
+            weight.address,
+            x.data_ptr(),
+            self._is_bfloat16,
+            num_rows,
+            result.data_ptr(),
+            is_bfloat16,
+            torch.get_num_threads(),
+        )
+        return result
+
+    # -- elementwise -----------------------------------------------------------------------------------------------------------
+
+    def rms_norm(self, x: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
+        x = x.contiguous()
+        result = torch.empty_like(x)
+        size = x.shape[-1]
+        self._library.rms_norm(
+            x.data_ptr(),
+            scale.data_ptr(),
+            result.data_ptr(),
+            x.numel() // size,
+            size,
+            eps,
+            self._is_bfloat16,
+            torch.get_num_threads(),
+        )
+        return result
+
+    def norm_add_norm(
+        self, branch: torch.Tensor, residual: torch.Tensor, post_scale: torch.Tensor, next_scale: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        assert residual.is_contiguous()
+        assert branch.shape == residual.shape
+        branch = branch.contiguous()
+        result = torch.empty_like(branch)
+        num_rows, size = branch.shape
+        self._library.norm_add_norm(
+            branch.data_ptr(),
+            residual.data_ptr(),
+            post_scale.data_ptr(),
+            next_scale.data_ptr(),
+            result.data_ptr(),
+            num_rows,
+            size,
+            eps,
+            self._is_bfloat16,
+            torch.get_num_threads(),
+        )
+        return result
+
+    def geglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate_up = gate_up.contiguous()
+        num_rows, double = gate_up.shape
+        result = torch.empty((num_rows, double // 2), dtype=gate_up.dtype)
+        self._library.geglu(
+            gate_up.data_ptr(), result.data_ptr(), num_rows, double // 2, self._is_bfloat16, torch.get_num_threads()
+        )
+        return result
+
+    # -- attention -------------------------------------------------------------------------------------------------------------
+
+    def qk_norm_rope_cache_write(
+        self,
+        qkv: torch.Tensor,
+        q_scale: torch.Tensor,
+        k_scale: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        _, block_size, num_kv_heads, head_dim = k_cache.shape
+        if head_dim % (2 * self._width):
+            return super().qk_norm_rope_cache_write(qkv, q_scale, k_scale, cos, sin, k_cache, v_cache, slot_mapping, eps)
+        qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
+        num_tokens, size = qkv.shape
+        num_heads = size // head_dim - 2 * num_kv_heads
+        query = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype)
+        arguments = _ROPE.pack(
+            qkv.data_ptr(),
+            q_scale.data_ptr(),
+            k_scale.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            query.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            slot_mapping.data_ptr(),
+            num_tokens,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            block_size,
+            *_strides(k_cache),
+            *_strides(v_cache),
+            self._is_bfloat16,
+            _is_bfloat16(k_cache),
+            torch.get_num_threads(),
+            eps,
+        )
+        self._library.qk_norm_rope_cache_write(arguments)
+        return query
+
+    def paged_attention(
+        self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata, scale: float
+    ) -> torch.Tensor:
+        num_tokens, num_heads, head_dim = query.shape
+        if head_dim % (2 * self._width):
+            return super().paged_attention(query, k_cache, v_cache, metadata, scale)
+        query = query.contiguous()
+        output = torch.empty((num_tokens, num_heads * head_dim), dtype=query.dtype)
+        block_table = metadata.block_table
+        arguments = _ATTENTION.pack(
+            query.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            output.data_ptr(),
+            block_table.data_ptr(),
+            metadata.query_start.data_ptr(),
+            metadata.context_lens_tensor.data_ptr(),
+            len(metadata.query_lens),
+            block_table.stride(0),
+            metadata.block_size,
+            num_heads,
+            k_cache.shape[2],
+            head_dim,
+            *_strides(k_cache),
+            *_strides(v_cache),
+            metadata.window or 0,
+            self._is_bfloat16,
+            _is_bfloat16(k_cache),
+            torch.get_num_threads(),
+            scale,
+        )
+        self._library.paged_attention(arguments)
+        return output
+
+    def decoder_layers(
+        self,
+        layers: Sequence[LayerOperands],
+        hidden: torch.Tensor,
+        residual: torch.Tensor,
+        rotary: Mapping[bool, tuple[torch.Tensor, torch.Tensor]],
+        caches: Sequence[LayerCache],
+        metadata: Mapping[bool, AttentionMetadata],
+    ) -> bool:
+        stack = self._stack
+        if stack is None or stack.layers is not layers or stack.keys() is not caches[0].keys:
+            stack = self._stack = self._stack_of(layers, caches, hidden.shape[1])
+        num_tokens = len(hidden)
+        if stack.head_dim % (2 * self._width):
+            return False
+        assert hidden.is_contiguous()
+        assert residual.is_contiguous()
+        first, second = (torch.empty(num_tokens, size, dtype=hidden.dtype) for size in stack.room)
+        threads = torch.get_num_threads()
+        arguments = []
+        for kind in (False, True):  # the kernel finds them by is_global
+            cos, sin = rotary[kind]
+            of_kind = metadata[kind]
+            assert cos.is_contiguous()
+            assert sin.is_contiguous()
+            arguments += [
+                *(tensor.data_ptr() for tensor in (hidden, residual, first, second, cos, sin, of_kind.slot_mapping)),
+                *(tensor.data_ptr() for tensor in (of_kind.block_table, of_kind.query_start, of_kind.context_lens_tensor)),
+                num_tokens,
+                len(of_kind.query_lens),
+                of_kind.block_table.stride(0),
+                of_kind.block_size,
+                of_kind.window or 0,
+                threads,
+            ]
+        self._library.decoder_layers(stack.arguments, len(layers), _STEPS.pack(*arguments))
+        return True
+
+    def _stack_of(self, layers: Sequence[LayerOperands], caches: Sequence[LayerCache], hidden_size: int) -> _Stack:
+        records, room = [], [hidden_size, hidden_size]
+        for layer, cache in zip(layers, caches, strict=True):
+            weights = [cast(PackedWeight, weight) for weight in (layer.qkv, layer.attention_output, layer.gate_up, layer.down)]
+            norms = (layer.q_norm, layer.k_norm, layer.post_attention_norm, layer.pre_feedforward_norm)
+            records.append(
+                _LAYER.pack(
+                    *(weight.address for weight in weights),
+                    *(norm.data_ptr() for norm in (*norms, layer.post_feedforward_norm, layer.next_norm)),
+                    cache.keys.data_ptr(),
+                    cache.values.data_ptr(),
+                    *_strides(cache.keys),
+                    *_strides(cache.values),
+                    hidden_size,
+                    layer.intermediate_size,
+                    layer.num_heads,
+                    *cache.keys.shape[2:],
+                    layer.is_global,
+                    self._is_bfloat16,
+                    _is_bfloat16(cache.keys),
+                    layer.eps,
+                    layer.query_scale,
+                )
+            )
+            query_size = layer.num_heads * cache.keys.shape[3]
+            room[0] = max(room[0], weights[0].out_features, query_size, 2 * layer.intermediate_size)
+            room[1] = max(room[1], query_size, layer.intermediate_size)
+        keys = caches[0].keys
+        return _Stack(layers, weakref.ref(keys), b"".join(records), (room[0], room[1]), keys.shape[3])
+
+    # -- sampling --------------------------------------------------------------------------------------------------------------
+
+    def all_finite(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = logits.contiguous()
+        result = torch.empty(logits.shape[0], dtype=torch.bool)
+        self._library.all_finite(logits.data_ptr(), *logits.shape, result.data_ptr(), torch.get_num_threads())
+        return result
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = logits.contiguous()
+        result = torch.empty(logits.shape[0], dtype=torch.int64)
+        self._library.argmax(logits.data_ptr(), *logits.shape, result.data_ptr(), torch.get_num_threads())
+        return result
+
+    def mask_rows(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+        if not logits.is_contiguous():
+            super().mask_rows(logits, rows, masks)
+            return
+        rows, masks = rows.contiguous(), masks.contiguous()
+        pointers = logits.data_ptr(), rows.data_ptr()
+        self._library.mask_rows(*pointers, len(rows), logits.shape[1], masks.data_ptr(), torch.get_num_threads())
+
+    def top_candidates(self, logits: torch.Tensor, k: int, temperature: torch.Tensor) -> Candidates:
+        num_rows, size = logits.shape
+        logits, temperature = logits.contiguous(), temperature.contiguous()
+        values = torch.empty((num_rows, k), dtype=torch.float32)
+        token_ids = torch.empty((num_rows, k), dtype=torch.int64)
+        log_total = torch.empty(num_rows, dtype=torch.float32)
+        self._library.top_candidates(
+            logits.data_ptr(),
+            num_rows,
+            size,
+            k,
+            temperature.data_ptr(),
+            values.data_ptr(),
+            token_ids.data_ptr(),
+            log_total.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return Candidates(values, token_ids, log_total)
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        uniform: torch.Tensor,
+    ) -> torch.Tensor:
+        logits, temperature, min_p = logits.contiguous(), temperature.contiguous(), min_p.contiguous()
+        top_p, uniform = top_p.contiguous(), uniform.contiguous()
+        assert top_p.dtype == uniform.dtype == torch.float64
+        result = torch.empty(logits.shape[0], dtype=torch.int64)
+        self._library.draw(
+            logits.data_ptr(),
+            *logits.shape,
+            temperature.data_ptr(),
+            top_p.data_ptr(),
+            min_p.data_ptr(),
+            uniform.data_ptr(),
+            result.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return result
+
+
+def _is_bfloat16(cache: torch.Tensor) -> bool:
+    return cache.dtype == torch.bfloat16
+
+
+def _strides(cache: torch.Tensor) -> tuple[int, int]:
+    """Strides of blocks and of slots; the last two axes must be contiguous."""
+    block, slot, head, element = cache.stride()
+    assert element == 1
+    assert head == cache.shape[3] or cache.shape[2] == 1
+    return block, slot

@@ -1,0 +1,1 @@
+"""What completions and chats share: answers that are lists of choices."""

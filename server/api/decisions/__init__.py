@@ -1,0 +1,1 @@
+"""POST /v1/decisions: typed questions about one input."""

@@ -1,0 +1,1 @@
+"""POST /v1/embeddings: one vector for each input."""

@@ -1,0 +1,152 @@
+"""From encoded prompts to a plan, the same for all endpoints: ids and lengths are checked against the model. Every refusal is an
+ApiError that names the field."""
+
+import secrets
+from collections.abc import Sequence
+
+from model.interface.grammar_state import Grammar
+from server.api.generation.plan import GenerationPlan, PromptPlan
+from server.api.generation.priority import checked_priority
+from server.api.generation.prompts import EncodedPrompt, check_token_ids, unknown_token
+from server.api.generation.request import ChoicesRequest, GenerationRequest
+from server.api.generation.sampling import sampling_params
+from server.api.generation.wire_values import WireModel
+from server.errors import ApiError, context_length_exceeded, invalid_request, model_not_found
+from server.loading.load import LoadedEngine
+from server.state import ServerState
+from server.text.tool_calls.call_parser import CallFormat
+
+# Prompts x choices of one request; each is a request of its own in the engine.
+MAX_SEQUENCES = 1024
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+def check_common(loaded: LoadedEngine, body: GenerationRequest) -> None:
+    if body.model is not None and body.model not in loaded.model_names:
+        raise model_not_found(body.model)
+    num_tokens = loaded.tokenizer.num_tokens
+    for token_id in body.stop_token_ids or ():
+        if token_id >= num_tokens:
+            raise unknown_token("stop_token_ids", token_id, num_tokens)
+    for key in body.logit_bias or ():
+        if int(key) >= num_tokens:
+            raise unknown_token("logit_bias", int(key), num_tokens)
+    for token_id in body.allowed_token_ids or ():
+        if token_id >= num_tokens:
+            raise unknown_token("allowed_token_ids", token_id, num_tokens)
+
+
+def check_choices(loaded: LoadedEngine, body: ChoicesRequest, *, has_logprobs: bool) -> None:
+    """What completions and chats check besides."""
+    check_stream_options(body.stream_options, body.stream)
+    if body.prompt_logprobs is not None and body.stream:
+        message = "Invalid value for 'prompt_logprobs': they are not sent with 'stream'; leave one of them out."
+        raise invalid_request(message, param="prompt_logprobs", code="invalid_value")
+    check_token_ids(loaded.tokenizer, body.logprob_token_ids or (), "logprob_token_ids")
+    if body.logprob_token_ids and not has_logprobs:
+        message = "Invalid value for 'logprob_token_ids': it needs 'logprobs'."
+        raise invalid_request(message, param="logprob_token_ids", code="invalid_value")
+
+
+def check_stream_options(options: WireModel | None, stream: bool | None) -> None:
+    if options is not None and not stream:
+        message = "The parameter 'stream_options' is allowed only when 'stream' is true."
+        raise invalid_request(message, param="stream_options", code="invalid_value")
+
+
+def check_num_sequences(num_prompts: int, n: int, param: str, count_param: str) -> None:
+    if num_prompts * n > MAX_SEQUENCES:
+        message = (
+            f"Invalid value for '{count_param}': {num_prompts} prompts x {n} choices are more than the limit of {MAX_SEQUENCES}."
+        )
+        raise invalid_request(message, param=count_param if n > 1 else param, code="integer_above_max_value")
+
+
+def least_num_tokens(loaded: LoadedEngine, prompts: Sequence[str | list[int]], limit: int | None, max_tokens: int | None) -> int:
+    """A lower bound of the tokens of all prompts, before anything is encoded. ``limit``: see ``truncated``. Raises ApiError when
+    a text cannot fit."""
+    total = 0
+    for prompt in prompts:
+        least = loaded.tokenizer.least_num_tokens(prompt) if isinstance(prompt, str) else len(prompt)
+        if limit is not None:
+            least = min(least, limit)
+        elif isinstance(prompt, str) and least > loaded.engine.limits.max_model_len:
+            raise hopeless(loaded, least, DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens, "prompt")
+        total += least
+    return total
+
+
+def hopeless(loaded: LoadedEngine, least: int, max_tokens: int, param: str) -> ApiError:
+    return context_length_exceeded(loaded.engine.limits.max_model_len, least, max_tokens, param, is_bound=True)
+
+
+def truncation(loaded: LoadedEngine, body: GenerationRequest, max_tokens: int | None, default_max_tokens: int) -> int | None:
+    """The most tokens a prompt keeps; None when nothing is to be cut. -1 leaves room for max_tokens."""
+    asked = body.truncate_prompt_tokens
+    if asked != -1:
+        return asked
+    wanted = default_max_tokens if max_tokens is None else max_tokens
+    return max(1, loaded.engine.limits.max_model_len - wanted)
+
+
+def make_plan(
+    state: ServerState,
+    loaded: LoadedEngine,
+    body: GenerationRequest,
+    response_id: str,
+    prompts: Sequence[EncodedPrompt],
+    *,
+    max_tokens: int | None,
+    default_max_tokens: int | None,
+    prompt_field: str,
+    n: int = 1,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    logprob_token_ids: Sequence[int] | None = None,
+    grammar: Grammar | None = None,
+    calls: CallFormat | None = None,
+) -> GenerationPlan:
+    """``default_max_tokens`` None: what the context leaves room for."""
+    min_tokens = body.min_tokens or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        message = f"Invalid value for 'min_tokens': expected at most max_tokens = {max_tokens}, got {min_tokens}."
+        raise invalid_request(message, param="min_tokens", code="integer_above_max_value")
+    # One draw for the whole request: choices differ by their number, not by their seed.
+    seed = secrets.randbits(63) if body.seed is None else body.seed
+    plans = []
+    for prompt in prompts:
+        limit = _fitting_max_tokens(
+            loaded.engine.limits.max_model_len,
+            len(prompt.token_ids),
+            max_tokens,
+            default_max_tokens,
+            prompt_field,
+            strict=state.settings.strict_context,
+        )
+        least = min(min_tokens, limit)
+        sampling = sampling_params(state, loaded, body, limit, least, seed, logprobs, prompt_logprobs, logprob_token_ids)
+        plans.append(PromptPlan(prompt.token_ids, sampling, prompt.text))
+    return GenerationPlan(
+        response_id,
+        tuple(plans),
+        n,
+        tuple(body.stop or ()),
+        body.cache_salt,
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        grammar=grammar,
+        calls=calls,
+        priority=checked_priority(state.settings, body.priority),
+    )
+
+
+def _fitting_max_tokens(
+    max_model_len: int, num_prompt_tokens: int, asked: int | None, default: int | None, prompt_field: str, *, strict: bool
+) -> int:
+    """max_tokens, lowered to the room that the prompt leaves. A prompt is never cut: one that leaves no room is an error."""
+    room = max_model_len - num_prompt_tokens
+    wanted = default if asked is None else asked
+    needed = 0 if wanted == 0 else 1
+    if room < needed or (strict and asked is not None and asked > room):
+        raise context_length_exceeded(max_model_len, num_prompt_tokens, needed if wanted is None else wanted, prompt_field)
+    return room if wanted is None else min(wanted, room)

@@ -1,0 +1,1 @@
+"""Shapes of answers and events, for the OpenAPI description."""

@@ -1,0 +1,1 @@
+"""GET /tokenizer_info, POST /tokenize and POST /detokenize."""

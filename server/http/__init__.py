@@ -1,0 +1,1 @@
+"""HTTP beneath the routes: the protocol, middlewares, keys, deadlines, errors as answers."""

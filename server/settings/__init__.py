@@ -1,0 +1,1 @@
+"""Every setting of the server: its flag, variable, type and default."""

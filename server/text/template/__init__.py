@@ -1,0 +1,1 @@
+"""Chat messages to prompt text: the order of turns, and Jinja in bounds."""
