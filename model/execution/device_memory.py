@@ -3,7 +3,6 @@ graphs, and whatever else is on the device. Where memory runs out at a start, th
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
@@ -11,10 +10,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from model.execution.cuda_graphs import CudaGraphDevice, DecodeGraphs, GraphDevice, padded_sizes
+from model.execution.out_of_memory import remedy
 from model.interface.errors import ConfigError
 from model.interface.kv_cache_spec import KVCachePlan, ceil_div
 from model.interface.sampling_params import SamplingParams
-from model.interface.sequence_chunk import SequenceChunk, StepMemoryError
+from model.interface.sequence_chunk import SequenceChunk
 
 if TYPE_CHECKING:
     from model.execution.runner import ModelRunner
@@ -197,21 +197,3 @@ def _graph_bytes(runner: "ModelRunner", memory: DeviceMemory, device: GraphDevic
         free.append(memory.free())
     taken = [max(0, before - after) for before, after in pairwise(free)]
     return taken[0] + (len(sizes) - 1) * taken[-1]
-
-
-@contextmanager
-def remedy(what: str, how: str) -> Iterator[None]:
-    """Turns a lack of memory while ``what`` is made into an error that says what to change."""
-    try:
-        yield
-    except (MemoryError, RuntimeError, StepMemoryError) as error:
-        if isinstance(error, StepMemoryError) or is_out_of_memory(error):
-            raise ConfigError(f"The device has no room for {what}. {how}") from error
-        raise
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """torch has a type for it on CUDA alone; on CPUs only the text tells."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return any(text in str(error) for text in ("can't allocate memory", "not enough memory", "Cannot allocate memory"))

@@ -6,7 +6,7 @@ text. Not thread-safe: one thread calls it.
 
 import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from model.config.gemma3_config import Gemma3Config
 from model.execution.cuda_graphs import CudaGraphDevice, DecodeGraphs, GraphDevice
-from model.execution.device_memory import is_out_of_memory, remedy
+from model.execution.out_of_memory import is_out_of_memory, remedy
 from model.execution.weight_cache import WeightCache
 from model.host.cpu_features import cpu_computes_bfloat16
 from model.host.memory import available_memory
@@ -34,7 +34,6 @@ from model.sampling.sampler import Sampler, draw_groups
 
 if TYPE_CHECKING:
     from model.checkpoint.base import Checkpoint
-    from model.parallel.layers import ModelShard
 
 # Rows of logits held at once: 64 of float32 are 64 MiB for a vocabulary of 262 144. Elsewhere than on a CPU, each slice costs the
 # host more than the device.
@@ -55,6 +54,20 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype} is not supported. Use bfloat16, float32 or auto.")
     return DTYPES[dtype]
+
+
+class Shard(Protocol):
+    """A part of a model instead of all of it, as one rank of several loads it."""
+
+    config: Gemma3Config  # of a network that has the size of the part
+
+    def divide(self, model: Gemma3) -> None:
+        """Replace what spans parts in a network that has no weights yet."""
+        ...
+
+    def tensors(self, whole: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The part's share of every tensor of a checkpoint."""
+        ...
 
 
 class ModelRunner:
@@ -89,7 +102,7 @@ class ModelRunner:
         progress: bool = True,
         num_valid_tokens: int | None = None,
         weight_cache: WeightCache | None = None,
-        shard: "ModelShard | None" = None,
+        shard: Shard | None = None,
     ) -> Self:
         """Load the weights of a checkpoint, one tensor at a time; the cache comes later, once its size is known.
 
@@ -115,7 +128,7 @@ class ModelRunner:
                 shard.divide(model)
             if weight_cache is None or not weight_cache.restore(model):
                 total = len(model.weight_slots())
-                tensors = checkpoint.tensors() if shard is None else shard.part.tensors(checkpoint.tensors())
+                tensors = checkpoint.tensors() if shard is None else shard.tensors(checkpoint.tensors())
                 model.load_weights(_with_progress(tensors, total, progress))
                 if weight_cache is not None:
                     weight_cache.save(model)

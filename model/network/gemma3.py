@@ -15,9 +15,9 @@ from torch import nn
 from model.config.gemma3_config import Gemma3Config
 from model.interface.errors import CheckpointError
 from model.network.forward_batch import ForwardBatch
-from model.network.kv_cache import KVCache, LayerCache
+from model.network.kv_cache import KVCache
 from model.network.layers import Embedding, Head, Linear, NormScale, RotaryEmbedding, WeightSlot
-from model.ops.interface import AttentionMetadata, LayerOperands, LinearWeight, Ops, PackedForm
+from model.ops.interface import AttentionMetadata, LayerCache, LayerOperands, LinearWeight, Ops, PackedForm
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cos, sin float32 [n, D / 2]
 

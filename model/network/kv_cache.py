@@ -6,22 +6,14 @@ but rows that pad a batch.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from model.config.gemma3_config import Gemma3Config
 from model.interface.kv_cache_spec import KVCachePlan
+from model.ops.interface import LayerCache
 
 Empty = Callable[[tuple[int, ...]], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCache:
-    """One layer's share."""
-
-    keys: torch.Tensor  # [num_blocks, block_size, kv_heads, head_dim]
-    values: torch.Tensor  # the same
 
 
 class KVCache:

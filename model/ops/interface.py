@@ -16,7 +16,14 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from model.network.kv_cache import LayerCache
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's share."""
+
+    keys: torch.Tensor  # [num_blocks, block_size, kv_heads, head_dim]
+    values: torch.Tensor  # the same
+
 
 LinearRole = Literal["qkv", "attention_output", "gate_up", "down", "head"]
 

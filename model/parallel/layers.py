@@ -3,7 +3,7 @@ embedding and a head whose logits are gathered. Everything else of the network, 
 smaller model and knows of no other rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -115,6 +115,10 @@ class ModelShard:
         for layer in model.blocks:
             layer.attention.output = RowParallelLinear(group, layer.attention.output)
             layer.mlp.down = RowParallelLinear(group, layer.mlp.down)
+
+    def tensors(self, whole: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The rank's share of every tensor of a checkpoint, as a view."""
+        return self.part.tensors(whole)
 
 
 def check_quantization(quantization: str, whole: Gemma3Config, size: int) -> None:

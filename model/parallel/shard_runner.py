@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from model.execution.device_memory import is_out_of_memory
+from model.execution.out_of_memory import is_out_of_memory
 from model.execution.runner import ModelRunner
 from model.interface.sequence_chunk import SequenceChunk
 from model.network.forward_batch import ForwardBatch

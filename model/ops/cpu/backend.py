@@ -14,10 +14,9 @@ from typing import cast
 import torch
 
 from model.host.huge_pages import HugePageMemory
-from model.network.kv_cache import LayerCache
 from model.ops.cpu.build import load_library
 from model.ops.cpu.weights import PackedWeight, WeightStorage, choose_storage, pack_head, pack_weight, put_together, take_apart
-from model.ops.interface import AttentionMetadata, Candidates, LayerOperands, LinearRole, LinearWeight, PackedForm
+from model.ops.interface import AttentionMetadata, Candidates, LayerCache, LayerOperands, LinearRole, LinearWeight, PackedForm
 from model.ops.reference import ReferenceOps
 
 _ATTENTION = Struct("7q 6q 4q 4q d")  # AttentionArguments in cpp/attention.h

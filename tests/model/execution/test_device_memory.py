@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from model.execution import device_memory
-from model.execution.device_memory import MemoryProfile, largest_steps, profile_cuda_memory, profile_memory, remedy
+from model.execution.device_memory import MemoryProfile, largest_steps, profile_cuda_memory, profile_memory
+from model.execution.out_of_memory import remedy
 from model.execution.runner import ModelRunner
 from model.interface.errors import ConfigError
 from model.interface.sequence_chunk import ChunkResult, SequenceChunk, StepMemoryError

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from model.network.kv_cache import LayerCache
 from model.ops.cpu.weights import WeightStorage
-from model.ops.interface import AttentionMetadata, LayerOperands, Ops
+from model.ops.interface import AttentionMetadata, LayerCache, LayerOperands, Ops
 from tests.model.ops.cpu.harness import DTYPES, attention_case, cpu_ops, every_instruction_set, reference_ops
 
 pytestmark = every_instruction_set
