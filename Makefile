@@ -30,7 +30,7 @@ format: .venv/test.stamp
 	$(BIN)/python -m ruff format .
 
 docs: .venv/demo.stamp
-	$(BIN)/python -m server.settings.settings > docs/settings.md
+	$(BIN)/python -m server.settings > docs/settings.md
 	$(BIN)/python deploy/grafana/make_dashboard.py > deploy/grafana/gemserve.json
 	$(BIN)/python deploy/kubernetes/make_prometheusrule.py > deploy/kubernetes/base/prometheusrule.yaml
 

@@ -35,9 +35,10 @@ from server.http.middleware import CLIENT_CLOSED_REQUEST, ApiKeyMiddleware, Refu
 from server.http.unread_body import UnreadBodyMiddleware
 from server.loading.load import LoadedEngine, load_engine
 from server.observability.engine_metrics import EngineCollector
+from server.observability.load_tracer import load_tracer
 from server.observability.metrics import Metrics
 from server.observability.stats_log import log_stats
-from server.observability.tracing import RequestTracer, load_tracer
+from server.observability.tracing import RequestTracer
 from server.observability.vllm_metrics import VllmCollector
 from server.settings.settings import Settings
 from server.state import ServerState

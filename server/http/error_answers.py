@@ -6,9 +6,9 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Scope
 
-from server.api.generation.event_stream import JsonResponse, error_response
 from server.errors import MAX_MESSAGE_CHARACTERS, ApiError, shorten
 from server.http.context import REQUEST_ID_KEY
+from server.http.json_response import JsonResponse, error_response
 
 _MESSAGES_PATH = "/v1/messages"
 _TYPES = {

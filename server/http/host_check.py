@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.api.generation.event_stream import error_response
 from server.errors import host_not_allowed
+from server.http.json_response import error_response
 from server.http.middleware import Refusals, header_values
 
 

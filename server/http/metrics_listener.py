@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from server.api.generation.event_stream import error_response
 from server.errors import method_not_supported, unknown_url
 from server.http.host_check import HostMiddleware
+from server.http.json_response import error_response
 from server.http.protocol import http_protocol
 from server.observability.metrics import CONTENT_TYPE, Metrics
 from server.settings.settings import Settings

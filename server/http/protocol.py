@@ -7,8 +7,8 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING, Literal
 
-from server.api.generation.wire_values import encode_json
 from server.errors import ApiError, too_many_connections
+from server.http.json_response import encode_json
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application

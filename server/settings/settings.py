@@ -1,7 +1,7 @@
 """Every setting of the server, described once: the fields of ``Settings`` generate the command line flags, the ``GEMSERVE_*``
 variables, the keys of the configuration file and the table in docs/settings.md. Flags win over variables, variables over the
 file, the file over the defaults. A wrong value is a SettingsError that names where it stands. Imports the standard library only,
-so that ``gemserve --help`` answers at once; ``python -m server.settings.settings`` prints the table."""
+so that ``gemserve --help`` answers at once; ``python -m server.settings`` prints the table."""
 
 import argparse
 import difflib
@@ -391,7 +391,3 @@ def settings_table() -> str:
         f"{', '.join(CPU_ISAS)}. Without it all are used. It is for tests and for comparisons.",
     ]
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(settings_table(), end="")

@@ -16,8 +16,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from model.interface.errors import ConfigError
+from server.observability.load_tracer import load_tracer
 from server.observability.otel import OtelTracer
-from server.observability.tracing import load_tracer
 from server.settings.settings import Settings
 from tests.fakes import BOS, POISON
 from tests.http.live_server import LiveServer, live_server

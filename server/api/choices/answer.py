@@ -8,8 +8,9 @@ from server.api.choices.wire_forms import Choice, WireForm
 from server.api.generation.plan import GenerationPlan
 from server.api.generation.request import StreamOptions
 from server.api.generation.run import ChoiceEvent, Usage
-from server.api.generation.wire_values import ResponseHead, encode_json
+from server.api.generation.wire_values import ResponseHead
 from server.errors import ApiError
+from server.http.json_response import encode_json
 
 DONE = b"data: [DONE]\n\n"
 

@@ -8,8 +8,9 @@ from pydantic_core import PydanticCustomError
 
 from server.api.generation.chat_messages import MAX_MESSAGES
 from server.api.generation.request import GenerationBody
-from server.api.generation.wire_values import WireModel, check_finite, check_num_parts, check_text, encode_json, wrong_type
+from server.api.generation.wire_values import WireModel, check_finite, check_num_parts, check_text, wrong_type
 from server.api.responses.request import Item, ResponseItem
+from server.http.json_response import encode_json
 
 MAX_QUESTIONS = 400
 MAX_OPTIONS = 255

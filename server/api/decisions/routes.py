@@ -13,7 +13,6 @@ from server.api.decisions.answer_schemas import DecisionResponse
 from server.api.decisions.questions import AskedQuestion, Labels, answer, asked, probabilities
 from server.api.decisions.request import DecisionRequest, num_characters
 from server.api.generation.endpoint import GenerationEndpoint
-from server.api.generation.event_stream import JsonResponse
 from server.api.generation.plan import GenerationPlan, PromptPlan
 from server.api.generation.priority import checked_priority
 from server.api.generation.prompts import Conversation, encode_chat
@@ -24,6 +23,7 @@ from server.api.responses.answer import wire_usage
 from server.api.responses.input import item_messages
 from server.api.schemas.description import answers, request_body
 from server.errors import context_length_exceeded, invalid_request, model_not_found, unsupported_parameter
+from server.http.json_response import JsonResponse
 from server.loading.load import LoadedEngine
 from server.state import ServerState
 from server.text.length_bound import PromptTooLongError

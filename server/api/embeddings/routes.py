@@ -22,10 +22,11 @@ from server.api.generation.priority import checked_priority
 from server.api.generation.prompts import encode_prompt, in_thread, prompt_list
 from server.api.generation.request import GenerationBody, Truncation, check_prompts, prompt_schema
 from server.api.generation.run import GenerationRun
-from server.api.generation.wire_values import ResponseHead, encode_json
+from server.api.generation.wire_values import ResponseHead
 from server.api.schemas.answers import EmbeddingsResponse
 from server.api.schemas.description import answers, request_body
 from server.errors import context_length_exceeded, invalid_request, model_not_found, unsupported_parameter
+from server.http.json_response import encode_json
 from server.loading.load import LoadedEngine
 from server.state import ServerState
 

@@ -7,8 +7,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from server.api.generation.run import ChoiceEvent, GenerationRun, Usage
-from server.api.generation.wire_values import encode_json
 from server.errors import ApiError, ClientDisconnectedError
+from server.http.json_response import JsonResponse
 from server.observability.metrics import Metrics
 
 # An idle stream says so, so that no proxy takes it for dead.
@@ -35,17 +35,6 @@ class Answer(Protocol):
     def collect(self, event: ChoiceEvent) -> None: ...
 
     def collected(self, usage: Usage) -> dict[str, Any]: ...
-
-
-class JsonResponse(Response):
-    media_type = "application/json"
-
-    def render(self, content: object) -> bytes:
-        return encode_json(content)
-
-
-def error_response(error: ApiError) -> JsonResponse:
-    return JsonResponse(error.body(), error.status, dict(error.headers or {}))
 
 
 async def collected_response(run: GenerationRun, answer: Answer, headers: Mapping[str, str]) -> Response:

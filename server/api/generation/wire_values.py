@@ -56,14 +56,6 @@ def _num_parts(items: list[Any]) -> int:
 JsonObject = Annotated[dict[str, Any], AfterValidator(check_finite)]
 
 
-def encode_json(value: object) -> bytes:
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError:  # a lone surrogate of the client's, repeated as the escape that it came as
-        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
-
-
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
     """What every chunk of a stream, or the one answer, repeats."""

@@ -8,9 +8,10 @@ from typing import Any
 from pydantic_core import from_json
 
 from server.api.generation.run import ChoiceEvent, Usage
-from server.api.generation.wire_values import ResponseHead, check_finite, encode_json
+from server.api.generation.wire_values import ResponseHead, check_finite
 from server.errors import ApiError
 from server.http.error_answers import messages_error
+from server.http.json_response import encode_json
 from server.text.tool_calls.call_parser import CallPiece
 
 Block = dict[str, Any]

@@ -4,9 +4,9 @@ in blocks of the user's. Every fault is an ApiError that names the block."""
 from typing import Any
 
 from server.api.generation.chat_messages import MAX_MESSAGES
-from server.api.generation.wire_values import encode_json
 from server.api.messages.request import ContentBlock, CountTokensRequest, InputMessage
 from server.errors import ApiError, invalid_request
+from server.http.json_response import encode_json
 
 # Which kinds of blocks a turn may hold, beside text.
 _KINDS = {"user": "tool_result", "assistant": "tool_use"}

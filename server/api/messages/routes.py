@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.generation.endpoint import AnsweringEndpoint
-from server.api.generation.event_stream import Answer, JsonResponse
+from server.api.generation.event_stream import Answer
 from server.api.generation.plan import GenerationPlan
 from server.api.generation.validation import parse_request, read_json_object
 from server.api.generation.wire_values import ResponseHead
@@ -17,6 +17,7 @@ from server.api.schemas.description import answers, event_stream, request_body
 from server.api.schemas.messages_answers import CountTokensResponse, MessageResponse
 from server.api.schemas.streams import MESSAGE_EVENTS
 from server.http.context import state_of
+from server.http.json_response import JsonResponse
 from server.loading.load import LoadedEngine
 from server.state import ServerState
 

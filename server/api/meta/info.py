@@ -6,11 +6,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.api.generation.event_stream import JsonResponse
 from server.api.schemas.answers import HealthResponse, ModelCard, ModelList, VersionResponse
 from server.api.schemas.description import answers
 from server.errors import RETRY_AFTER_SECONDS, model_not_found
 from server.http.context import state_of
+from server.http.json_response import JsonResponse
 from server.http.metrics_listener import metrics_response
 from server.state import ServerState
 from server.version import __version__

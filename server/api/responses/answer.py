@@ -11,9 +11,10 @@ from server.api.generation.run import ChoiceEvent, Usage
 from server.api.generation.sampling import effective_temperature, effective_top_p
 from server.api.generation.token_text import chat_entry
 from server.api.generation.tool_schemas import ToolChoice
-from server.api.generation.wire_values import ResponseHead, encode_json
+from server.api.generation.wire_values import ResponseHead
 from server.api.responses.request import ResponseRequest
 from server.errors import ApiError
+from server.http.json_response import encode_json
 from server.state import ServerState
 from server.text.tokenizer import Tokenizer
 from server.text.tool_calls.call_parser import CallPiece

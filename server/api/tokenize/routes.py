@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.admission import BodyTicket
-from server.api.generation.event_stream import JsonResponse
 from server.api.generation.prompts import chat_conversation, chat_functions, check_token_ids, encode_chat, in_thread
 from server.api.generation.tools import check_schemas, tool_use
 from server.api.generation.validation import ParsedRequest, parse_request, read_json_object
@@ -18,6 +17,7 @@ from server.api.schemas.description import answers, request_body
 from server.api.tokenize.request import DetokenizeRequest, TokenizeRequest
 from server.errors import invalid_request, model_not_found
 from server.http.context import state_of
+from server.http.json_response import JsonResponse
 from server.loading.load import LoadedEngine
 from server.state import ServerState
 from server.text.tokenizer import Tokenizer
