@@ -17,13 +17,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.api.chat import routes as chat
+from server.api.completions import routes as completions
 from server.api.decisions import routes as decisions
 from server.api.embeddings import routes as embeddings
-from server.api.generation import endpoint as generation_routes
 from server.api.messages import routes as messages_routes
 from server.api.meta import docs as docs_routes
 from server.api.meta import info as info_routes
 from server.api.meta.openapi import openapi_document
+from server.api.responses import routes as responses
 from server.api.tokenize import routes as tokenize_routes
 from server.engine.memory_readings import MemoryReadings
 from server.engine.stats import StepStats
@@ -99,7 +101,9 @@ def create_app(
     )
     app.state.server = state
     app.state.on_engine_death = _log_death
-    app.include_router(generation_routes.create_router())
+    app.include_router(completions.create_router())
+    app.include_router(chat.create_router())
+    app.include_router(responses.create_router())
     app.include_router(messages_routes.create_router())
     app.include_router(embeddings.create_router())
     app.include_router(decisions.create_router())

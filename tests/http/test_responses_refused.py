@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.api.generation import endpoint as generation_routes
+from server.api.generation import endpoint
 from tests.http.live_server import LiveServer, error_of
 from tests.http.response_requests import RESPONSES, TOOLS, events_of, respond
 from tests.http.tool_requests import FAILING_AT_ONCE, ONLY_CALL, PLAIN
@@ -171,7 +171,7 @@ def test_requests_are_counted_under_their_own_name(server: LiveServer) -> None:
 
 
 def test_a_stream_that_began_idle_and_fails_has_every_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation_routes, "KEEP_ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(endpoint, "KEEP_ALIVE_SECONDS", 0.05)
     with scripted_server([FAILS], step_delay=2) as slow:
         raw = slow.post(RESPONSES, {"input": "x", "seed": 0, "temperature": 1, "stream": True}).text
     assert raw.startswith(": keep-alive\n\n")

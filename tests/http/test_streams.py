@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from server.api.generation import endpoint as generation_routes
-from server.api.generation import event_stream as responses
+from server.api.generation import endpoint, event_stream
 from tests.fakes import BOS, EOS, FIRST_BYTE, HANG, VOCAB_SIZE, FakeRunner, fake_engine_factory
 from tests.http.live_server import LiveServer, live_server
 
@@ -207,8 +206,8 @@ def test_errors_before_the_first_token_are_plain_http_errors(server: LiveServer)
 
 
 def test_an_idle_stream_says_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responses, "KEEP_ALIVE_SECONDS", 0.05)
-    monkeypatch.setattr(generation_routes, "KEEP_ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(endpoint, "KEEP_ALIVE_SECONDS", 0.05)
     runner = FakeRunner()
     body = {"prompt": [BOS, HANG], "max_tokens": 2, "stream": True}  # held up at its first token
     with live_server(fake_engine_factory(runner)) as slow, slow.client.stream("POST", COMPLETIONS, json=body) as response:

@@ -1,13 +1,12 @@
-"""The body of chat completions: messages of text, calls of functions and their results."""
+"""Messages of a chat: text, calls of functions and their results."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from server.api.generation.request import MAX_LOGPROBS, ChoicesRequest, Text, TokenCount
-from server.api.generation.tool_schemas import ToolChoiceField, ToolList
-from server.api.generation.wire_values import WireModel, check_num_parts, check_text, wrong_type
+from server.api.generation.request import Text
+from server.api.generation.wire_values import WireModel, check_text, wrong_type
 
 MAX_MESSAGES = 4096
 
@@ -78,17 +77,3 @@ class Message(WireModel):
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
-
-
-class ChatCompletionRequest(ChoicesRequest):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(check_num_parts)]
-    max_completion_tokens: TokenCount | None = Field(None, description="Wins over max_tokens.")
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(None, description="Needs logprobs: true.")
-    add_generation_prompt: bool | None = Field(None, description="False: the prompt ends with the last message. Default true.")
-    continue_final_message: bool | None = Field(
-        None, description="The answer continues the last message, whose turn stays open; without a generation prompt."
-    )
-    tools: ToolList | None = None
-    tool_choice: ToolChoiceField | None = None
-    parallel_tool_calls: bool | None = Field(None, description="False: at most one call in an answer. Default true.")

@@ -1,5 +1,4 @@
-"""POST /v1/completions, /v1/chat/completions and /v1/responses: read, check, plan, run, answer. Only plan and answer differ, on
-these endpoints and on every other one that computes."""
+"""What every endpoint that generates does with a request: read, check, plan, run, answer. Only plan and answer differ."""
 
 import time
 import uuid
@@ -9,27 +8,17 @@ from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
 import anyio
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from server.admission import BodyTicket, Ticket
-from server.api.choices.answer import ChoiceAnswer, StreamUsage
-from server.api.choices.wire_forms import ChatForm, CompletionForm
-from server.api.generation.chat_messages import ChatCompletionRequest
 from server.api.generation.event_stream import KEEP_ALIVE_SECONDS, Answer, EventStreamResponse, collected_response
 from server.api.generation.plan import GenerationPlan
-from server.api.generation.preparation import prepare_chat, prepare_completion, prepare_response
-from server.api.generation.request import CompletionRequest, GenerationBody
+from server.api.generation.request import GenerationBody
 from server.api.generation.run import ChoiceEvent, GenerationRun
 from server.api.generation.trace_attributes import trace_attributes
 from server.api.generation.validation import parse_request, read_json_object
 from server.api.generation.wire_values import ResponseHead
-from server.api.responses.answer import ResponseAnswer
-from server.api.responses.request import ResponseRequest
-from server.api.schemas.answers import ChatCompletionResponse, CompletionResponse, ErrorResponse, ResponseObject
-from server.api.schemas.description import answers, event_stream, request_body
-from server.api.schemas.streams import RESPONSE_EVENTS, ChatCompletionChunk, CompletionChunk
 from server.errors import ApiError, ClientDisconnectedError, request_timeout
 from server.http.context import request_id_of, state_of
 from server.http.deadline import Deadline, header_timeout
@@ -176,67 +165,3 @@ async def _counted(record: RequestRecord, state: ServerState) -> AsyncIterator[B
     except Exception:
         record.finish("error")
         raise
-
-
-def _completion_answer(
-    state: ServerState, loaded: LoadedEngine, plan: GenerationPlan, body: CompletionRequest, head: ResponseHead
-) -> Answer:
-    return ChoiceAnswer(plan, CompletionForm(loaded.tokenizer, plan, body), head, StreamUsage.of(body.stream_options))
-
-
-def _chat_answer(
-    state: ServerState, loaded: LoadedEngine, plan: GenerationPlan, body: ChatCompletionRequest, head: ResponseHead
-) -> Answer:
-    return ChoiceAnswer(plan, ChatForm(loaded.tokenizer, plan, body), head, StreamUsage.of(body.stream_options))
-
-
-def _response_answer(
-    state: ServerState, loaded: LoadedEngine, plan: GenerationPlan, body: ResponseRequest, head: ResponseHead
-) -> Answer:
-    return ResponseAnswer(state, loaded.tokenizer, plan, body, head)
-
-
-def create_router() -> APIRouter:
-    router = APIRouter()
-    completions = AnsweringEndpoint("completions", "cmpl-", CompletionRequest, prepare_completion, _completion_answer)
-    chat = AnsweringEndpoint("chat_completions", "chatcmpl-", ChatCompletionRequest, prepare_chat, _chat_answer)
-    responses = AnsweringEndpoint("responses", "resp_", ResponseRequest, prepare_response, _response_answer)
-
-    @router.post(
-        "/v1/completions",
-        responses=answers(
-            CompletionResponse,
-            takes_body=True,
-            computes=True,
-            events=event_stream(CompletionChunk, ErrorResponse, ends_with="[DONE]"),
-        ),
-        openapi_extra=request_body("CompletionRequest", computes=True),
-        summary="Continue a prompt",
-    )
-    async def create_completion(request: Request) -> Response:
-        return await completions.handle(request)
-
-    @router.post(
-        "/v1/chat/completions",
-        responses=answers(
-            ChatCompletionResponse,
-            takes_body=True,
-            computes=True,
-            events=event_stream(ChatCompletionChunk, ErrorResponse, ends_with="[DONE]"),
-        ),
-        openapi_extra=request_body("ChatCompletionRequest", computes=True),
-        summary="Answer a chat",
-    )
-    async def create_chat_completion(request: Request) -> Response:
-        return await chat.handle(request)
-
-    @router.post(
-        "/v1/responses",
-        responses=answers(ResponseObject, takes_body=True, computes=True, events=event_stream(*RESPONSE_EVENTS, named=True)),
-        openapi_extra=request_body("ResponseRequest", computes=True),
-        summary="Answer a chat, as typed items",
-    )
-    async def create_response(request: Request) -> Response:
-        return await responses.handle(request)
-
-    return router

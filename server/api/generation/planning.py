@@ -7,13 +7,21 @@ from collections.abc import Sequence
 from model.interface.grammar_state import Grammar
 from server.api.generation.plan import GenerationPlan, PromptPlan
 from server.api.generation.priority import checked_priority
-from server.api.generation.prompts import EncodedPrompt, check_token_ids, unknown_token
+from server.api.generation.prompts import (
+    Conversation,
+    EncodedPrompt,
+    check_token_ids,
+    encode_chat,
+    truncated,
+    unknown_token,
+)
 from server.api.generation.request import ChoicesRequest, GenerationRequest
 from server.api.generation.sampling import sampling_params
 from server.api.generation.wire_values import WireModel
 from server.errors import ApiError, context_length_exceeded, invalid_request, model_not_found
 from server.loading.load import LoadedEngine
 from server.state import ServerState
+from server.text.length_bound import PromptTooLongError
 from server.text.tool_calls.call_parser import CallFormat
 
 # Prompts x choices of one request; each is a request of its own in the engine.
@@ -150,3 +158,29 @@ def _fitting_max_tokens(
     if room < needed or (strict and asked is not None and asked > room):
         raise context_length_exceeded(max_model_len, num_prompt_tokens, needed if wanted is None else wanted, prompt_field)
     return room if wanted is None else min(wanted, room)
+
+
+async def encode_conversation(
+    state: ServerState,
+    loaded: LoadedEngine,
+    body: GenerationRequest,
+    conversation: Conversation,
+    max_tokens: int | None,
+    prompt_field: str,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
+) -> EncodedPrompt:
+    """The chat as tokens, cut where the request asks for it."""
+    limit = truncation(loaded, body, max_tokens, 1)
+    try:
+        token_ids = await encode_chat(
+            state,
+            loaded.tokenizer,
+            conversation,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            max_tokens=loaded.engine.limits.max_model_len if limit is None else None,
+        )
+    except PromptTooLongError as error:
+        raise hopeless(loaded, error.num_tokens, 1 if max_tokens is None else max_tokens, prompt_field) from None
+    return EncodedPrompt(truncated(token_ids, limit, loaded.tokenizer.bos_token_id), "")

@@ -1,6 +1,6 @@
-"""What the bodies of the generation endpoints share, and the body of completions. Types are strict (true is no integer, "5" and
+"""What the bodies of the generation endpoints share. Types are strict (true is no integer, "5" and
 2.0 are no integers, no NaN), every number is bounded, and an explicit null means the default. What a request means is decided in
-``preparation`` and beside it, not here.
+``planning`` and in the plans of the endpoints, not here.
 """
 
 from typing import Annotated, Any
@@ -209,19 +209,6 @@ class ChoicesRequest(GenerationRequest):
     return_token_ids: bool | None = Field(None, description="Adds prompt_token_ids and token_ids to the answer.")
     return_tokens_as_token_ids: bool | None = Field(None, description="Tokens of logprobs are called token_id:N.")
     return_timings: bool | None = Field(None, description="Adds timings to the answer, or to the last chunk of its choices.")
-
-
-class CompletionRequest(ChoicesRequest):
-    prompt: PromptField = Field(
-        description="Text gets one beginning-of-sequence token and may hold control tokens; token ids are used as they are."
-    )
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
-        None, description="Alternatives beside each token; raw log-probabilities, before temperature, penalties and bias."
-    )
-    echo: bool | None = None
-    best_of: Annotated[int, Field(ge=0, le=MAX_BEST_OF)] | None = Field(
-        None, description="Draw so many choices per prompt and return the n of the highest mean log-probability. Not with stream."
-    )
 
 
 # Accepted without effect: the answer names them in the header x-gemserve-ignored-parameters.

@@ -8,7 +8,6 @@ from typing import Any
 from model.interface.grammar_state import Grammar
 from server.api.generation.request import ChoicesRequest, GenerationRequest
 from server.api.generation.structured_schemas import ResponseFormat, StructuredOutputs
-from server.api.responses.request import ResponseRequest
 from server.errors import ApiError, compiler_busy, invalid_request
 from server.grammar.compiler import CompilerBusyError
 from server.grammar.source import GrammarError, GrammarSource
@@ -49,19 +48,6 @@ def choices_constraint(body: ChoicesRequest) -> GrammarSource | None:
     return grammar_source(body, _of_response_format(body.response_format))
 
 
-def response_constraint(body: ResponseRequest) -> GrammarSource | None:
-    """The one constraint of a response, not compiled yet."""
-    given = None if body.text is None else body.text.format
-    formats = []
-    if given is not None and given.type == "json_object":
-        formats = [any_object("text.format")]
-    elif given is not None and given.type == "json_schema":
-        if given.schema_ is None:
-            raise _missing("text.format.schema")
-        formats = [GrammarSource("json", given.schema_, "text.format.schema")]
-    return grammar_source(body, formats)
-
-
 def grammar_source(body: GenerationRequest, formats: list[GrammarSource]) -> GrammarSource | None:
     """The one constraint of a request; ``formats`` are those that it has besides the spellings that all endpoints share."""
     sources = [
@@ -81,9 +67,9 @@ def _of_response_format(given: ResponseFormat | None) -> list[GrammarSource]:
     if given.type == "json_object":
         return [any_object("response_format")]
     if given.json_schema is None:
-        raise _missing("response_format.json_schema")
+        raise missing_parameter("response_format.json_schema")
     if given.json_schema.schema_ is None:
-        raise _missing("response_format.json_schema.schema")
+        raise missing_parameter("response_format.json_schema.schema")
     return [GrammarSource("json", given.json_schema.schema_, "response_format.json_schema.schema")]
 
 
@@ -115,7 +101,7 @@ def any_object(param: str) -> GrammarSource:
     return GrammarSource("json", _ANY_OBJECT, param)
 
 
-def _missing(param: str) -> ApiError:
+def missing_parameter(param: str) -> ApiError:
     return invalid_request(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
 
 

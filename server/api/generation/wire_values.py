@@ -1,4 +1,4 @@
-"""What bodies and answers are made of: a strict base for models, checks that name the fault, JSON as it is sent."""
+"""What bodies and answers are made of: a strict base for models, checks that name the fault, the head of an answer."""
 
 import json
 from dataclasses import dataclass

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from server.admission import Ticket
-from server.api.generation.chat_messages import ChatCompletionRequest
+from server.api.chat.plan import prepare_chat
+from server.api.chat.request import ChatCompletionRequest
 from server.api.generation.plan import GenerationPlan
-from server.api.generation.preparation import prepare_chat
 from server.api.generation.prompts import chat_conversation, chat_functions, encode_chat
 from server.api.generation.tools import check_schemas, tool_use
 from server.api.messages.input import chat_messages

@@ -8,10 +8,10 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from server.api.chat.request import ChatCompletionRequest
+from server.api.completions.request import CompletionRequest
 from server.api.decisions.request import DecisionRequest
 from server.api.embeddings.routes import EmbeddingRequest
-from server.api.generation.chat_messages import ChatCompletionRequest
-from server.api.generation.request import CompletionRequest
 from server.api.messages.request import CountTokensRequest, MessagesRequest
 from server.api.responses.request import ResponseItem, ResponseRequest
 from server.api.schemas.description import without_closed_objects

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from server.api.generation import endpoint as generation_routes
-from server.api.generation import event_stream as responses
+from server.api.generation import endpoint, event_stream
 from tests.fakes import FakeRunner, fake_engine_factory
 from tests.http.clients.adapters import CHAT, COMPLETIONS, Adapter
 from tests.http.clients.rules import RULES, Rule, rule
@@ -41,8 +40,8 @@ def test_a_rule_is_seen(client: Adapter, wire: LiveServer, asked: Rule, streamed
 
 @pytest.mark.parametrize("kind", [COMPLETIONS, CHAT])
 def test_comments_of_an_idle_stream_are_not_seen(client: Adapter, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responses, "KEEP_ALIVE_SECONDS", 0.05)
-    monkeypatch.setattr(generation_routes, "KEEP_ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(event_stream, "KEEP_ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(endpoint, "KEEP_ALIVE_SECONDS", 0.05)
     body = rule(kind=kind, temperature=0, max_tokens=2).body
     with live_server(fake_engine_factory(FakeRunner(step_delay=0.3))) as slow:
         chunks = client.stream(slow.url, kind, {**body, "stream_options": {"include_usage": True}})
