@@ -1,1 +1,2 @@
-"""The HTTP service: validation, text, the engine and its scheduler. Importing this package imports no torch."""
+"""The HTTP service: validation, text, the engine and its scheduler. Importing this package imports no
+torch."""

@@ -1,5 +1,6 @@
-"""Entry point of ``gemserve`` and ``python -m server``: parses the command line and hands over to one command. What a user can
-cause ends with one line on standard error and a non-zero exit code, never with a traceback. Imports no torch by itself."""
+"""Entry point of ``gemserve`` and ``python -m server``: parses the command line and hands over to one
+command. What a user can cause ends with one line on standard error and a non-zero exit code, never with a
+traceback. Imports no torch by itself."""
 
 import sys
 from collections.abc import Sequence

@@ -1,8 +1,9 @@
-"""Admission control: how many sequences and prompt tokens may be in the server at once. What is beyond the limits is refused
-at once, with a Retry-After worked out from how fast work has been leaving, and what was refused before is let come back first;
-what is admitted is admitted whole.
+"""Admission control: how many sequences and prompt tokens may be in the server at once. What is beyond the
+limits is refused at once, with a Retry-After worked out from how fast work has been leaving, and what was
+refused before is let come back first; what is admitted is admitted whole.
 
-Kept by the event loop, which knows every request from its arrival on: no decision depends on how far the engine's thread is.
+Kept by the event loop, which knows every request from its arrival on: no decision depends on how far the
+engine's thread is.
 """
 
 import contextlib
@@ -43,7 +44,8 @@ class DrainRate:
         return left / seconds if left > 0 and seconds > 0 else 0.0
 
     def seconds_for(self, amount: float) -> int:
-        """Whole seconds until so much has left, within 1 and MAX_RETRY_AFTER_SECONDS; a guess while nothing was measured."""
+        """Whole seconds until so much has left, within 1 and MAX_RETRY_AFTER_SECONDS; a guess while nothing
+        was measured."""
         rate = self.per_second
         if not rate:
             return RETRY_AFTER_SECONDS
@@ -57,8 +59,8 @@ class DrainRate:
 
 
 class Crowd:
-    """Sequences that were refused and told when to come back, one after the other as fast as work leaves: a crowd that came back
-    all at once, again and again, would cost the time that the admitted need."""
+    """Sequences that were refused and told when to come back, one after the other as fast as work leaves: a
+    crowd that came back all at once, again and again, would cost the time that the admitted need."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -66,7 +68,8 @@ class Crowd:
         self._last = clock()
 
     def join(self, amount: int, per_second: float) -> float:
-        """How much is expected back before ``amount`` more. Nobody is sent away for longer than the longest Retry-After."""
+        """How much is expected back before ``amount`` more. Nobody is sent away for longer than the longest
+        Retry-After."""
         now = self._clock()
         ahead = min(self._amount, per_second * MAX_RETRY_AFTER_SECONDS) - per_second * (now - self._last)
         ahead = max(0.0, ahead)
@@ -75,8 +78,8 @@ class Crowd:
 
 
 class AdmissionControl:
-    """``max_queued_requests`` sequences may wait besides those that can run; ``max_queued_prompt_tokens`` prompt tokens may wait
-    to be computed. 0: no limit."""
+    """``max_queued_requests`` sequences may wait besides those that can run; ``max_queued_prompt_tokens``
+    prompt tokens may wait to be computed. 0: no limit."""
 
     def __init__(
         self,
@@ -97,18 +100,24 @@ class AdmissionControl:
         self._crowd = Crowd(clock)
 
     def ticket(self, running_limit: int) -> "Ticket":
-        """A ticket for one HTTP request, still without work. ``running_limit``: sequences that the engine can run at once."""
+        """A ticket for one HTTP request, still without work. ``running_limit``: sequences that the engine can
+        run at once."""
         return Ticket(self, running_limit)
 
     def check_requests(self, num_requests: int, running_limit: int) -> None:
-        """Raises ApiError when so many more are beyond the limit. What alone is larger than it waits for an empty queue."""
+        """Raises ApiError when so many more are beyond the limit. What alone is larger than it waits for an
+        empty queue."""
         limit = running_limit + self.max_queued_requests
         excess = self.num_requests + num_requests - limit
         fits_alone = num_requests <= limit
         if self.max_queued_requests and excess > 0 and (fits_alone or self.num_requests > running_limit):
-            message = f"The server is at its limit of {self.max_queued_requests} waiting requests. Try again later."
+            message = (
+                f"The server is at its limit of {self.max_queued_requests} waiting requests. Try again later."
+            )
             ahead = self._crowd.join(num_requests, self._request_rate.per_second)
-            raise self._refusal(message, self._request_rate.seconds_for(min(excess, self.num_requests) + ahead), "queue_full")
+            raise self._refusal(
+                message, self._request_rate.seconds_for(min(excess, self.num_requests) + ahead), "queue_full"
+            )
 
     def check_tokens(self, num_tokens: int) -> None:
         """The same for prompt tokens."""
@@ -116,7 +125,9 @@ class AdmissionControl:
         excess = self.num_tokens + num_tokens - budget
         if budget and excess > 0 and self.num_tokens:
             message = f"The server is at its limit of {budget} waiting prompt tokens. Try again later."
-            raise self._refusal(message, self._token_rate.seconds_for(min(excess, self.num_tokens)), "token_budget")
+            raise self._refusal(
+                message, self._token_rate.seconds_for(min(excess, self.num_tokens)), "token_budget"
+            )
 
     def _refusal(self, message: str, retry_after: int, reason: Rejection) -> ApiError:
         return server_overloaded(self._status, message, retry_after, reason)
@@ -126,7 +137,8 @@ class AdmissionControl:
         return BodyTicket(self)
 
     def hold_body_bytes(self, num_bytes: int) -> None:
-        """So many more; negative: given back. Raises ApiError when all bodies take too much memory; they count all the same."""
+        """So many more; negative: given back. Raises ApiError when all bodies take too much memory; they
+        count all the same."""
         self._num_body_bytes += num_bytes
         if num_bytes > 0 and self._num_body_bytes > MAX_BUFFERED_BODY_BYTES:
             message = "The server holds too many large requests at once. Try again later."
@@ -134,10 +146,12 @@ class AdmissionControl:
 
     @contextlib.contextmanager
     def text_work(self) -> Iterator[None]:
-        """Around the encoding or decoding of a text for its own sake, of which as many may wait as requests of generation. Raises
-        ApiError."""
+        """Around the encoding or decoding of a text for its own sake, of which as many may wait as requests
+        of generation. Raises ApiError."""
         if 0 < self.max_queued_requests <= self._num_text_works:
-            message = f"The server is at its limit of {self.max_queued_requests} texts in work. Try again later."
+            message = (
+                f"The server is at its limit of {self.max_queued_requests} texts in work. Try again later."
+            )
             raise self._refusal(message, 1, "queue_full")
         self._num_text_works += 1
         try:
@@ -166,7 +180,8 @@ class AdmissionControl:
 
 
 class BodyTicket:
-    """The memory of one request's body, from its first byte until the request is answered or its stream begins."""
+    """The memory of one request's body, from its first byte until the request is answered or its stream
+    begins."""
 
     def __init__(self, control: AdmissionControl) -> None:
         self._control = control
@@ -185,7 +200,8 @@ class BodyTicket:
 
 
 class Ticket:
-    """What one HTTP request holds. ``close`` gives all of it back and may be called at any time, more than once."""
+    """What one HTTP request holds. ``close`` gives all of it back and may be called at any time, more than
+    once."""
 
     def __init__(self, control: AdmissionControl, running_limit: int) -> None:
         self._control = control
@@ -195,14 +211,15 @@ class Ticket:
         self._started = False
 
     def admit(self, num_requests: int, num_tokens: int) -> None:
-        """Take a place for so many sequences and prompt tokens, or raise ApiError. Once, before anything is encoded; the tokens
-        are then a lower bound."""
+        """Take a place for so many sequences and prompt tokens, or raise ApiError. Once, before anything is
+        encoded; the tokens are then a lower bound."""
         self._control.check_requests(num_requests, self._running_limit)
         self._control.check_tokens(num_tokens)
         self._hold(num_requests, num_tokens)
 
     def start(self, num_requests: int, num_tokens: int) -> None:
-        """The exact numbers, before the engine gets the work. Raises ApiError when the tokens turn out to be too many."""
+        """The exact numbers, before the engine gets the work. Raises ApiError when the tokens turn out to be
+        too many."""
         self._control.leave(self._num_requests, self._num_tokens, measure=False)
         self._num_requests = self._num_tokens = 0
         self._control.check_tokens(num_tokens)

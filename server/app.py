@@ -1,8 +1,8 @@
 """``create_app``: the only place that wires settings, engine, routes, middleware and metrics together.
 
-The port can be bound before the model is there: the lifespan starts a thread that loads it, and until it is done the readiness
-probe answers 503 with the phase. A failure of the load or of the engine is told to ``app.state.on_engine_death``, which the
-command line sets to end the process.
+The port can be bound before the model is there: the lifespan starts a thread that loads it, and until it is
+done the readiness probe answers 503 with the phase. A failure of the load or of the engine is told to
+``app.state.on_engine_death``, which the command line sets to end the process.
 """
 
 import asyncio
@@ -29,7 +29,13 @@ from server.api.responses import routes as responses
 from server.api.tokenize import routes as tokenize_routes
 from server.engine.memory_readings import MemoryReadings
 from server.engine.stats import StepStats
-from server.errors import ApiError, ClientDisconnectedError, invalid_request, method_not_supported, unknown_url
+from server.errors import (
+    ApiError,
+    ClientDisconnectedError,
+    invalid_request,
+    method_not_supported,
+    unknown_url,
+)
 from server.http.api_keys import api_keys
 from server.http.error_answers import error_answer
 from server.http.host_check import HostMiddleware
@@ -56,8 +62,9 @@ LAST_TRACES_SECONDS = 5.0
 def create_app(
     settings: Settings, *, engine_factory: EngineFactory | None = None, tracer: RequestTracer | None = None
 ) -> FastAPI:
-    """The application. ``app.state.server`` is its ServerState; ``app.state.on_engine_death`` may be set at any time. ``tracer``
-    takes the place of what the settings say. Raises ConfigError when tracing is asked for and cannot be had."""
+    """The application. ``app.state.server`` is its ServerState; ``app.state.on_engine_death`` may be set at
+    any time. ``tracer`` takes the place of what the settings say. Raises ConfigError when tracing is asked
+    for and cannot be had."""
     metrics = Metrics(settings)
     state = ServerState(settings, metrics)
     state.tracer = load_tracer(settings) if tracer is None else tracer
@@ -80,7 +87,9 @@ def create_app(
                 stats_log.cancel()
             grammar_warm_up.cancel()
             if state.loaded is not None:
-                await state.loaded.engine.drain(0.0)  # the command line has waited for running requests before
+                await state.loaded.engine.drain(
+                    0.0
+                )  # the command line has waited for running requests before
                 await state.loaded.engine.stop()
                 state.loaded.grammars.close()
                 # A step that goes on uses what would be closed, and the process ends without it.
@@ -96,7 +105,8 @@ def create_app(
         redirect_slashes=False,
         docs_url=None,  # its page loads scripts from elsewhere; docs_routes has one that does not
         redoc_url=None,
-        # The framework would otherwise send traces, metrics and logs of its own wherever the variables of OpenTelemetry point to.
+        # The framework would otherwise send traces, metrics and logs of its own wherever the variables of
+        # OpenTelemetry point to.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.state.server = state
@@ -113,7 +123,9 @@ def create_app(
     # The last one added is the outermost.
     refusals = Refusals(metrics, state.tracer)
     app.add_middleware(ApiKeyMiddleware, keys=api_keys(settings), refusals=refusals)
-    app.add_middleware(HostMiddleware, host=settings.host, allowed_hosts=settings.allowed_hosts, refusals=refusals)
+    app.add_middleware(
+        HostMiddleware, host=settings.host, allowed_hosts=settings.allowed_hosts, refusals=refusals
+    )
     app.add_middleware(RequestContextMiddleware, metrics=metrics)
     app.add_middleware(UnreadBodyMiddleware, read_timeout=settings.read_timeout)
     app.add_exception_handler(ApiError, _on_api_error)
@@ -131,7 +143,8 @@ async def _warm_up_grammars(state: ServerState) -> None:
     stats, num_steps = loaded.engine.stats, 0
 
     def is_idle() -> bool:
-        """Nothing runs, nor has anything run since the last call: short requests come and go between two of them."""
+        """Nothing runs, nor has anything run since the last call: short requests come and go between two of
+        them."""
         nonlocal num_steps
         before, num_steps = num_steps, sum(stats.steps_total.values())
         return num_steps == before and stats.num_running + stats.num_waiting == 0
@@ -231,7 +244,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _on_validation_error(request: Request, error: Exception) -> Response:
-    """Bodies are checked by ``api.generation.validation``; what is left to the framework are path parameters."""
+    """Bodies are checked by ``api.generation.validation``; what is left to the framework are path
+    parameters."""
     return error_answer(request.scope, invalid_request("The request is not valid.", code="invalid_value"))
 
 

@@ -1,5 +1,5 @@
-"""Which commit this server was built from, for ``gemserve_build_info``: what an image says of itself, else what pip noted when it
-installed from a repository, else the checkout that the source stands in."""
+"""Which commit this server was built from, for ``gemserve_build_info``: what an image says of itself, else
+what pip noted when it installed from a repository, else the checkout that the source stands in."""
 
 import json
 import os
@@ -13,7 +13,8 @@ _COMMIT = re.compile(r"[0-9a-f]{7,64}")
 
 
 def commit(root: Path = Path(__file__).parent.parent) -> str:
-    """Hexadecimal id, or "unknown". ``root``: the folder of the source. Runs no program and raises nothing."""
+    """Hexadecimal id, or "unknown". ``root``: the folder of the source. Runs no program and raises
+    nothing."""
     return _sound(os.environ.get(COMMIT_VARIABLE)) or _of_installation() or _of_checkout(root) or UNKNOWN
 
 

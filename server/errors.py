@@ -1,7 +1,8 @@
-"""Every error a client can see, in OpenAI's shape, ``{"error": {"message", "type", "param", "code"}}``; code is a string or null.
+"""Every error a client can see, in OpenAI's shape, ``{"error": {"message", "type", "param", "code"}}``; code
+is a string or null.
 
-The constructors below are the whole list: status, type and code stand here once. Messages never hold a traceback, a path of the
-server, or more than a bounded piece of what the client sent.
+The constructors below are the whole list: status, type and code stand here once. Messages never hold a
+traceback, a path of the server, or more than a bounded piece of what the client sent.
 """
 
 from collections.abc import Mapping
@@ -35,7 +36,8 @@ def shorten(text: str, limit: int) -> str:
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An answer other than 200. ``rejection`` is None when the request was taken and failed later; then ``outcome`` counts it."""
+    """An answer other than 200. ``rejection`` is None when the request was taken and failed later; then
+    ``outcome`` counts it."""
 
     status: int
     message: str
@@ -71,8 +73,8 @@ def unsupported_parameter(name: str, detail: str = "") -> ApiError:
 def context_length_exceeded(
     limit: int, num_prompt_tokens: int, num_completion_tokens: int, param: str, *, is_bound: bool = False
 ) -> ApiError:
-    """The wording is load-bearing: clients recognise the case by it. ``is_bound``: the prompt was not counted, it is at least
-    that long."""
+    """The wording is load-bearing: clients recognise the case by it. ``is_bound``: the prompt was not
+    counted, it is at least that long."""
     message = (
         f"This model's maximum context length is {limit} tokens. However, you requested {'at least ' if is_bound else ''}"
         f"{num_prompt_tokens + num_completion_tokens} tokens ({num_prompt_tokens} in the messages, "
@@ -82,7 +84,9 @@ def context_length_exceeded(
 
 
 def model_not_found(name: str) -> ApiError:
-    message = f"The model `{shorten(name, 200)}` does not exist. GET /v1/models lists the models of this server."
+    message = (
+        f"The model `{shorten(name, 200)}` does not exist. GET /v1/models lists the models of this server."
+    )
     return ApiError(404, message, param="model", code="model_not_found", rejection="model_not_found")
 
 
@@ -108,12 +112,16 @@ def unauthorized(presented: bool) -> ApiError:
 
 def request_too_large(limit: int) -> ApiError:
     message = f"The request body is larger than the limit of {limit} bytes."
-    return ApiError(413, message, code="request_too_large", headers={"connection": "close"}, rejection="too_large")
+    return ApiError(
+        413, message, code="request_too_large", headers={"connection": "close"}, rejection="too_large"
+    )
 
 
 def body_too_slow(seconds: float) -> ApiError:
     message = f"The request body did not arrive within {seconds:g} seconds."
-    return ApiError(408, message, type="timeout_error", code="request_timeout", headers={"connection": "close"})
+    return ApiError(
+        408, message, type="timeout_error", code="request_timeout", headers={"connection": "close"}
+    )
 
 
 def host_not_allowed(host: str) -> ApiError:
@@ -126,7 +134,14 @@ def host_not_allowed(host: str) -> ApiError:
 
 def server_overloaded(status: int, message: str, retry_after: int, rejection: Rejection) -> ApiError:
     headers = {"retry-after": str(retry_after)}
-    return ApiError(status, message, type="server_overloaded", code="server_overloaded", headers=headers, rejection=rejection)
+    return ApiError(
+        status,
+        message,
+        type="server_overloaded",
+        code="server_overloaded",
+        headers=headers,
+        rejection=rejection,
+    )
 
 
 def request_timeout() -> ApiError:
@@ -134,19 +149,29 @@ def request_timeout() -> ApiError:
     message = "The request was not finished within the time that it allowed."
     headers = {"x-should-retry": "false"}
     return ApiError(
-        408, message, type="timeout_error", code="request_timeout", headers=headers, rejection=None, outcome="timeout"
+        408,
+        message,
+        type="timeout_error",
+        code="request_timeout",
+        headers=headers,
+        rejection=None,
+        outcome="timeout",
     )
 
 
 def too_many_connections() -> ApiError:
     return _unavailable(
-        "The server has too many open connections. Try again in a few seconds.", "too_many_connections", "queue_full"
+        "The server has too many open connections. Try again in a few seconds.",
+        "too_many_connections",
+        "queue_full",
     )
 
 
 def compiler_busy() -> ApiError:
     return _unavailable(
-        "Too many constraints and schemas wait to be compiled. Try again in a few seconds.", "compiler_busy", "queue_full"
+        "Too many constraints and schemas wait to be compiled. Try again in a few seconds.",
+        "compiler_busy",
+        "queue_full",
     )
 
 
@@ -164,6 +189,7 @@ def _unavailable(message: str, code: str, rejection: Rejection) -> ApiError:
 
 
 def internal_error(message: str = "The server had an error while processing your request.") -> ApiError:
-    """Clients must not repeat it by themselves: a fault after minutes of generation would be tried again and again."""
+    """Clients must not repeat it by themselves: a fault after minutes of generation would be tried again and
+    again."""
     headers = {"x-should-retry": "false"}
     return ApiError(500, message, type="server_error", code="internal_error", headers=headers, rejection=None)

@@ -1,5 +1,5 @@
-"""What the HTTP layer knows about the server's life: loading, ready, draining, dead. One object per application, changed in the
-event loop only."""
+"""What the HTTP layer knows about the server's life: loading, ready, draining, dead. One object per
+application, changed in the event loop only."""
 
 import asyncio
 import hashlib
@@ -37,7 +37,9 @@ class ServerState:
     tracer: RequestTracer | None = None
     loaded_once: asyncio.Event = field(default_factory=asyncio.Event)  # the model is there
     admission: AdmissionControl = field(init=False)
-    encoding_limiter: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(ENCODING_THREADS))
+    encoding_limiter: anyio.CapacityLimiter = field(
+        default_factory=lambda: anyio.CapacityLimiter(ENCODING_THREADS)
+    )
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -89,7 +91,9 @@ class ServerState:
             case "dead":
                 return model_not_ready("The engine has stopped after an error; the server must be restarted.")
             case _:
-                return model_not_ready(f"The model is still loading (phase: {self.phase}). Try again in a few seconds.")
+                return model_not_ready(
+                    f"The model is still loading (phase: {self.phase}). Try again in a few seconds."
+                )
 
     def require_loaded(self) -> LoadedEngine:
         """The engine, ready to take a request. Raises ApiError (503) otherwise."""
@@ -101,7 +105,8 @@ class ServerState:
 
     @property
     def system_fingerprint(self) -> str:
-        """Changes whenever the same seed may give another text: other weights, another dtype, another version."""
+        """Changes whenever the same seed may give another text: other weights, another dtype, another
+        version."""
         assert self.loaded is not None
         identity = f"{self.loaded.fingerprint}|{self.loaded.model_info.get('dtype')}|{__version__}"
         return "fp_" + hashlib.sha256(identity.encode()).hexdigest()[:10]

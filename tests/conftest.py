@@ -1,5 +1,5 @@
-"""What holds for every test: threads that wait sleep instead of spinning, as in the server, set before torch is imported; and
-generated examples have no deadline, which a busy machine would miss by chance."""
+"""What holds for every test: threads that wait sleep instead of spinning, as in the server, set before torch
+is imported; and generated examples have no deadline, which a busy machine would miss by chance."""
 
 from hypothesis import HealthCheck, settings
 

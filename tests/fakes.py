@@ -1,5 +1,5 @@
-"""A model without weights for tests above it: a deterministic runner and a tokenizer of 512 tokens with Gemma's control tokens
-and byte fallback, put together as the engine the server would load."""
+"""A model without weights for tests above it: a deterministic runner and a tokenizer of 512 tokens with
+Gemma's control tokens and byte fallback, put together as the engine the server would load."""
 
 import hashlib
 import json
@@ -17,7 +17,13 @@ from tokenizers.models import BPE
 from model.interface.grammar_state import GrammarFault
 from model.interface.kv_cache_spec import KVCacheSpec
 from model.interface.sampling_params import SamplingParams
-from model.interface.sequence_chunk import NOT_FINITE, ChunkResult, SequenceChunk, StepMemoryError, TokenLogprobs
+from model.interface.sequence_chunk import (
+    NOT_FINITE,
+    ChunkResult,
+    SequenceChunk,
+    StepMemoryError,
+    TokenLogprobs,
+)
 from server.engine.async_engine import AsyncEngine, EngineLimits
 from server.engine.core import EngineCore
 from server.engine.kv.kv_manager import KVCacheManager
@@ -54,14 +60,26 @@ def fake_tokenizer(chat_template: str | None = None) -> Tokenizer:
     pieces += [*_CHARACTERS, *_WORDS]
     pieces += [f"~{i}" for i in range(VOCAB_SIZE - len(pieces))]
     model = BPE(
-        vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], unk_token="<unk>", fuse_unk=True, byte_fallback=True
+        vocab={piece: i for i, piece in enumerate(pieces)},
+        merges=[],
+        unk_token="<unk>",
+        fuse_unk=True,
+        byte_fallback=True,
     )
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in control.values()])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(text, normalized=False, special=True) for text in control.values()]
+    )
     return Tokenizer(
-        tokenizer, vocab_size=VOCAB_SIZE, bos_token_id=BOS, eos_token_ids=(EOS, END_OF_TURN), chat_template=chat_template
+        tokenizer,
+        vocab_size=VOCAB_SIZE,
+        bos_token_id=BOS,
+        eos_token_ids=(EOS, END_OF_TURN),
+        chat_template=chat_template,
     )
 
 
@@ -85,7 +103,9 @@ def hidden_state(token_id: int) -> npt.NDArray[np.float64]:
     return np.array([token_id, token_id**2, 1, _hash(token_id) % 1000], dtype=np.float64)
 
 
-def token_logprobs(prefix: Sequence[int], token_id: int, num_top: int, labels: Sequence[int] | None = None) -> TokenLogprobs:
+def token_logprobs(
+    prefix: Sequence[int], token_id: int, num_top: int, labels: Sequence[int] | None = None
+) -> TokenLogprobs:
     best = greedy_token(prefix)
 
     def logprob(token: int) -> float:
@@ -100,9 +120,9 @@ def token_logprobs(prefix: Sequence[int], token_id: int, num_top: int, labels: S
 
 @dataclass
 class FakeRunner:
-    """Each step takes ``step_delay`` seconds, and ``token_delay`` more per token. A prompt with POISON fails alone, one with
-    CRASH takes the engine down, one with HANG stops the step until ``released`` is set, one with HUNGRY finds no memory; each
-    after as many tokens as the prompt holds of it, less one."""
+    """Each step takes ``step_delay`` seconds, and ``token_delay`` more per token. A prompt with POISON fails
+    alone, one with CRASH takes the engine down, one with HANG stops the step until ``released`` is set, one
+    with HUNGRY finds no memory; each after as many tokens as the prompt holds of it, less one."""
 
     step_delay: float = 0.0
     token_delay: float = 0.0
@@ -177,7 +197,13 @@ def fake_engine_factory(
     def load(settings: Settings, report_phase: Callable[[str], None]) -> LoadedEngine:
         report_phase("weights")
         before_load()
-        spec = KVCacheSpec(block_size=8, sliding_window=16, num_global_layers=1, num_local_layers=2, bytes_per_token_per_layer=8)
+        spec = KVCacheSpec(
+            block_size=8,
+            sliding_window=16,
+            num_global_layers=1,
+            num_local_layers=2,
+            bytes_per_token_per_layer=8,
+        )
         num_local = spec.local_pool_blocks(max_num_seqs, max_num_batched_tokens)
         num_global = 1 + max_num_seqs * max_model_len // 8
         kv = KVCacheManager(spec, num_global, num_local, prefix_caching=settings.prefix_caching)

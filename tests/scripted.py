@@ -1,4 +1,5 @@
-"""A model that says what a test wants: the text of the request's seed (and choice), then the end of the turn."""
+"""A model that says what a test wants: the text of the request's seed (and choice), then the end of the
+turn."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,12 @@ class ScriptedRunner(FakeRunner):
 
     def _run_chunk(self, chunk: SequenceChunk) -> ChunkResult:
         seed, num_output = chunk.sampling.seed, len(chunk.output_token_ids)
-        if seed < len(self.texts) and FAILS in self.texts[seed] and chunk.samples and num_output >= len(self._scripts[seed]):
+        if (
+            seed < len(self.texts)
+            and FAILS in self.texts[seed]
+            and chunk.samples
+            and num_output >= len(self._scripts[seed])
+        ):
             return ChunkResult(error="the logits are not finite")
         return super()._run_chunk(chunk)
 
@@ -42,6 +48,8 @@ def scripted_server(
     texts: Sequence[str], *, step_delay: float = 0.0, max_num_seqs: int = 3, **settings: Any
 ) -> Iterator[LiveServer]:
     runner = ScriptedRunner(step_delay=step_delay, texts=texts)
-    factory = fake_engine_factory(runner, max_model_len=1536, max_num_seqs=max_num_seqs, max_num_batched_tokens=2048)
+    factory = fake_engine_factory(
+        runner, max_model_len=1536, max_num_seqs=max_num_seqs, max_num_batched_tokens=2048
+    )
     with live_server(factory, **settings) as live:
         yield live

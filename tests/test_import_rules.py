@@ -1,5 +1,5 @@
-"""Which folder may import which, stated for every folder of server/ and model/, and that no imports run in a circle: in the
-source, imports inside functions and for type checking included, and in a running process."""
+"""Which folder may import which, stated for every folder of server/ and model/, and that no imports run in a
+circle: in the source, imports inside functions and for type checking included, and in a running process."""
 
 import ast
 import subprocess
@@ -14,12 +14,26 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("model", "server")
-# Packages of others that only the folders which name them may import. The rest (pydantic, numpy, ...) is free.
+# Packages of others that only the folders which name them may import. The rest (pydantic, numpy, ...) is
+# free.
 GUARDED = frozenset(
-    {"deploy", "fastapi", "jinja2", "llguidance", "ray", "starlette", "tests", "tokenizers", "torch", "triton", "uvicorn"}
+    {
+        "deploy",
+        "fastapi",
+        "jinja2",
+        "llguidance",
+        "ray",
+        "starlette",
+        "tests",
+        "tokenizers",
+        "torch",
+        "triton",
+        "uvicorn",
+    }
 )
 
-# For every folder, and for every file that lies in server/ or model/ itself: what it may import besides itself.
+# For every folder, and for every file that lies in server/ or model/ itself: what it may import besides
+# itself.
 RULES: Mapping[str, str] = {
     "model/precision.py": "model/interface",
     "model/interface": "",
@@ -119,13 +133,15 @@ RULES: Mapping[str, str] = {
 # Files that may import more than the rest of their folder.
 EXCEPTIONS: Mapping[str, str] = {
     "model/host/torch_import.py": "torch",  # it is about torch's import
-    "server/bench/quality.py": "model/checkpoint model/execution server/text torch",  # compares two loaded models; serves nothing
+    # compares two loaded models; serves nothing
+    "server/bench/quality.py": "model/checkpoint model/execution server/text torch",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """One module's import of another, both with dots. ``target`` is a module of the tree, or a package of others."""
+    """One module's import of another, both with dots. ``target`` is a module of the tree, or a package of
+    others."""
 
     file: str
     module: str
@@ -192,8 +208,8 @@ def violations(tree: Tree, rules: Mapping[str, str], exceptions: Mapping[str, st
 
 
 def circles(imports: Iterable[Import]) -> list[str]:
-    """Circles among what lies side by side in a folder: files, and folders with all that is in them. A circle of files anywhere
-    is one of these, seen from the folder that holds all of it."""
+    """Circles among what lies side by side in a folder: files, and folders with all that is in them. A circle
+    of files anywhere is one of these, seen from the folder that holds all of it."""
     graphs: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for item in imports:
         ours, theirs = item.module.split("."), item.target.split(".")
@@ -224,7 +240,11 @@ def test_the_rules_name_nothing_that_is_gone() -> None:
 
 
 def test_nothing_is_allowed_that_nobody_imports() -> None:
-    used = {(tree_room, TREE.room(item.target)) for item in TREE.imports for tree_room in (TREE.room(item.module), item.file)}
+    used = {
+        (tree_room, TREE.room(item.target))
+        for item in TREE.imports
+        for tree_room in (TREE.room(item.module), item.file)
+    }
     unused = [(room, word) for room, words in [*RULES.items(), *EXCEPTIONS.items()] for word in words.split()]
     assert [pair for pair in unused if pair not in used] == []
 
@@ -251,7 +271,11 @@ PLANTED_RULES = {"model/a": "model/b", "model/b": "", "server/c": "model/a", "se
         ("server/c/z.py", "from model.b import x", "server/c/z.py imports model.b.x"),
         ("model/a/y.py", "def f():\n    from server import main", "model/a/y.py imports server.main"),
         ("server/c/z.py", "import torch.nn", "server/c/z.py imports torch.nn"),
-        ("server/c/z.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch", "server/c/z.py imports torch"),
+        (
+            "server/c/z.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
+            "server/c/z.py imports torch",
+        ),
         ("server/d/new.py", "", "server/d has no rule"),
         ("server/other.py", "", "server/other.py has no rule"),
     ],
@@ -267,17 +291,25 @@ def test_an_import_against_the_rules_is_found(tmp_path: Path, file: str, text: s
     assert violations(planted(tmp_path / "sound", sound), PLANTED_RULES, {}) == []
     wrong = planted(tmp_path / "wrong", {**sound, file: text})
     assert violations(wrong, PLANTED_RULES, {}) == [message]
-    assert violations(planted(tmp_path / "excepted", {**sound, file: text}), PLANTED_RULES, {file: "torch"}) == (
-        [] if "torch" in text else [message]
-    )
+    assert violations(
+        planted(tmp_path / "excepted", {**sound, file: text}), PLANTED_RULES, {file: "torch"}
+    ) == ([] if "torch" in text else [message])
 
 
 @pytest.mark.parametrize(
     ("files", "folder"),
     [
-        ({"model/a/x.py": "import model.a.y", "model/a/y.py": "def f():\n    from model.a import x"}, "model.a"),
         (
-            {"model/a/x.py": "import model.b.x", "model/b/y.py": "import model.a.y", "model/a/y.py": "", "model/b/x.py": ""},
+            {"model/a/x.py": "import model.a.y", "model/a/y.py": "def f():\n    from model.a import x"},
+            "model.a",
+        ),
+        (
+            {
+                "model/a/x.py": "import model.b.x",
+                "model/b/y.py": "import model.a.y",
+                "model/a/y.py": "",
+                "model/b/x.py": "",
+            },
             "model",
         ),
         ({"model/x.py": "import model.a.x", "model/a/x.py": "import model.x"}, "model"),
@@ -295,7 +327,9 @@ def test_every_folder_says_what_it_is_for_in_the_page_on_architecture() -> None:
     rows = set(page.splitlines())
     for room in sorted(TREE.rooms):
         if not room.endswith(".py"):
-            docstring = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text(encoding="utf-8")))
+            docstring = ast.get_docstring(
+                ast.parse((ROOT / room / "__init__.py").read_text(encoding="utf-8"))
+            )
             assert docstring is not None, room
             assert f"| `{room}/` | {docstring.splitlines()[0].replace('``', '`')} |" in rows, room
 
@@ -315,7 +349,14 @@ def test_the_simulation_imports_no_torch() -> None:
     "modules",
     [
         ["server.settings", "server.__main__", "server.cli", "server.loading", "server.bench.run"],
-        ["model.interface", "model.config", "model.host", "model.precision", "model.checkpoint", "model.execution.weight_cache"],
+        [
+            "model.interface",
+            "model.config",
+            "model.host",
+            "model.precision",
+            "model.checkpoint",
+            "model.execution.weight_cache",
+        ],
         ["server.engine.request", "server.engine.stats", "server.engine.kv", "server.engine.scheduler"],
         ["server.text"],
         ["server.grammar"],
@@ -335,5 +376,7 @@ for name in sys.argv[1:]:
         importlib.import_module(found)
         assert "torch" not in sys.modules, f"importing {found} imports torch"
 """
-    done = subprocess.run([sys.executable, "-c", program, *modules], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *modules], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr

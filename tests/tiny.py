@@ -1,4 +1,5 @@
-"""A tiny random Gemma 3 in float32, in memory or as a Hugging Face folder with a tokenizer: for tests of the whole path."""
+"""A tiny random Gemma 3 in float32, in memory or as a Hugging Face folder with a tokenizer: for tests of the
+whole path."""
 
 import json
 from pathlib import Path
@@ -46,10 +47,13 @@ def tiny_config(**changes: Any) -> Gemma3Config:
 def tiny_tensors(seed: int = 0, **changes: Any) -> dict[str, torch.Tensor]:
     """Weights large enough that attention matters and the next token depends on far context."""
     generator = torch.Generator().manual_seed(seed)
-    slots = Gemma3(tiny_config(**changes), ReferenceOps(torch.device("cpu"), torch.float32), 512).weight_slots()
+    slots = Gemma3(
+        tiny_config(**changes), ReferenceOps(torch.device("cpu"), torch.float32), 512
+    ).weight_slots()
     scale = {"embed": 0.3, "norm": 0.2}
     return {
-        name: torch.randn(slot.shape, generator=generator) * next((s for key, s in scale.items() if key in name), 0.15)
+        name: torch.randn(slot.shape, generator=generator)
+        * next((s for key, s in scale.items() if key in name), 0.15)
         for name, slot in slots.items()
     }
 
@@ -70,9 +74,13 @@ def tiny_runner(plan: KVCachePlan, block_size: int = 16) -> ModelRunner:
 
 
 def write_tiny_folder(folder: Path, **changes: Any) -> Path:
-    """A Hugging Face folder that the server loads like any other. ``changes`` are keys of its configuration."""
+    """A Hugging Face folder that the server loads like any other. ``changes`` are keys of its
+    configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**HF_CONFIG, **changes}))
-    save_file({name: tensor.contiguous() for name, tensor in tiny_tensors(**changes).items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tiny_tensors(**changes).items()},
+        folder / "model.safetensors",
+    )
     build_library_tokenizer().save(str(folder / "tokenizer.json"))
     return folder

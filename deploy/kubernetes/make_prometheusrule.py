@@ -1,5 +1,5 @@
-"""Prints base/prometheusrule.yaml: the rules and alerts of deploy/prometheus as the resource that the Prometheus operator reads.
-``make docs`` writes it; a test fails when it is not what the rules say."""
+"""Prints base/prometheusrule.yaml: the rules and alerts of deploy/prometheus as the resource that the
+Prometheus operator reads. ``make docs`` writes it; a test fails when it is not what the rules say."""
 
 from pathlib import Path
 

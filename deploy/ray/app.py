@@ -1,9 +1,9 @@
 """gemserve on Ray Serve: the same FastAPI application, one replica per engine.
 
-A Serve configuration names it with ``import_path: deploy.ray.app:build``; its ``args`` are those of ``RayArguments``. Ray starts
-and replaces replicas, spreads requests over them (those that name the same session to the same one) and scales by requests in
-flight. A replica takes requests once its model is loaded; one whose engine died is replaced; one that is scaled away finishes
-its streams first.
+A Serve configuration names it with ``import_path: deploy.ray.app:build``; its ``args`` are those of
+``RayArguments``. Ray starts and replaces replicas, spreads requests over them (those that name the same
+session to the same one) and scales by requests in flight. A replica takes requests once its model is loaded;
+one whose engine died is replaced; one that is scaled away finishes its streams first.
 """
 
 import asyncio
@@ -21,13 +21,15 @@ from server.loading.threads import configure_threads
 from server.settings.settings import Settings
 from server.state import ServerState
 
-# Requests that name the same session in the header x-session-id (RAY_SERVE_SESSION_ID_HEADER_KEY on the nodes names another) go
-# to the same replica, whose cache holds what was said before. Those without are spread evenly.
+# Requests that name the same session in the header x-session-id (RAY_SERVE_SESSION_ID_HEADER_KEY on the nodes
+# names another) go to the same replica, whose cache holds what was said before. Those without are spread
+# evenly.
 SESSION_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
 
 def create_replica_app(settings: Settings) -> FastAPI:
-    """The application, whose start ends when the model is loaded: until then Serve sends it nothing. Fails when loading does."""
+    """The application, whose start ends when the model is loaded: until then Serve sends it nothing. Fails
+    when loading does."""
     configure_threads()
     app = create_app(settings)
     lifespan = app.router.lifespan_context
@@ -63,7 +65,9 @@ def build(args: Mapping[str, Any]) -> serve.Application:
             """Raises once the engine is dead, so that Serve replaces the replica."""
             state: ServerState = self.app.state.server
             if state.is_dead:
-                raise RuntimeError(f"the engine has stopped: {state.engine.error if state.engine else state.load_error}")
+                raise RuntimeError(
+                    f"the engine has stopped: {state.engine.error if state.engine else state.load_error}"
+                )
 
     deployment: serve.Deployment = serve.deployment(
         serve.ingress(create)(Gemserve),

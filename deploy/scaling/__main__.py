@@ -1,5 +1,5 @@
-"""``python -m deploy.scaling``: measure a model's steps on this machine, work out a replica's capacity from them, simulate
-replicas behind a router, or hold the simulation against a real server."""
+"""``python -m deploy.scaling``: measure a model's steps on this machine, work out a replica's capacity from
+them, simulate replicas behind a router, or hold the simulation against a real server."""
 
 import argparse
 import sys
@@ -41,19 +41,42 @@ def build_parser() -> argparse.ArgumentParser:
 
     planned = commands.add_parser("capacity", help="requests, tokens and cost of one replica")
     _add_profile(planned)
-    planned.add_argument("--cached-tokens", type=int, default=0, metavar="N", help="of each prompt, in the prefix cache")
-    planned.add_argument("--cost-per-hour", type=float, default=0.0, metavar="COST", help="of one replica, in any currency")
+    planned.add_argument(
+        "--cached-tokens", type=int, default=0, metavar="N", help="of each prompt, in the prefix cache"
+    )
+    planned.add_argument(
+        "--cost-per-hour", type=float, default=0.0, metavar="COST", help="of one replica, in any currency"
+    )
     planned.set_defaults(run=run_capacity)
 
     simulated = commands.add_parser("simulate", help="replicas behind a router")
     _add_profile(simulated)
     add = simulated.add_argument
     add("--replicas", type=int, nargs="+", default=[1, 10, 100], metavar="N", help="one simulation for each")
-    add("--policy", type=Policy, nargs="+", default=[Policy.LEAST_REQUESTS], choices=list(Policy), help="one for each")
-    add("--load", type=float, default=0.8, metavar="SHARE", help="requests per second, as a share of the capacity on paper")
+    add(
+        "--policy",
+        type=Policy,
+        nargs="+",
+        default=[Policy.LEAST_REQUESTS],
+        choices=list(Policy),
+        help="one for each",
+    )
+    add(
+        "--load",
+        type=float,
+        default=0.8,
+        metavar="SHARE",
+        help="requests per second, as a share of the capacity on paper",
+    )
     add("--requests", type=int, default=100, metavar="N", help="for each replica")
     add("--spread", type=float, default=0.5, metavar="SHARE", help="of lengths around their mean")
-    add("--groups", type=int, default=0, metavar="N", help="groups, for each replica, whose prompts begin alike")
+    add(
+        "--groups",
+        type=int,
+        default=0,
+        metavar="N",
+        help="groups, for each replica, whose prompts begin alike",
+    )
     add("--shared-tokens", type=int, default=0, metavar="N", help="with which they begin")
     add("--seed", type=int, default=0)
     simulated.set_defaults(run=run_simulate)
@@ -86,7 +109,10 @@ def run_capacity(arguments: argparse.Namespace) -> int:
     planned = capacity(profile, arguments.prompt_tokens, arguments.output_tokens, arguments.cached_tokens)
     rows = [
         ("model", f"{profile.model} on {profile.machine}"),
-        ("requests", f"{planned.prompt_tokens} tokens in, {planned.output_tokens} out; {planned.sequences} run at once"),
+        (
+            "requests",
+            f"{planned.prompt_tokens} tokens in, {planned.output_tokens} out; {planned.sequences} run at once",
+        ),
         ("cache", f"{profile.capacity_tokens:,} tokens: room for {planned.sequences_in_cache} such requests"),
         ("requests/s", f"{planned.requests_per_second:.3f}"),
         ("output tokens/s", f"{planned.output_tokens_per_second:.1f}"),
@@ -103,7 +129,14 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     profile = Profile.load(arguments.profile)
     cached = arguments.shared_tokens if arguments.groups else 0
     planned = capacity(profile, arguments.prompt_tokens, arguments.output_tokens, cached)
-    columns = (("replicas", 8), ("policy", -14), ("requests/s", 10), ("out tok/s", 10), ("busy", 6), ("cached", 7))
+    columns = (
+        ("replicas", 8),
+        ("policy", -14),
+        ("requests/s", 10),
+        ("out tok/s", 10),
+        ("busy", 6),
+        ("cached", 7),
+    )
     columns += (("TTFT p50", 9), ("p95", 7), ("p99 s", 7), ("token ms", 8), ("steps", 9))
     print(" ".join(name.ljust(-width) if width < 0 else name.rjust(width) for name, width in columns))
     for count in arguments.replicas:

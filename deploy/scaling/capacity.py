@@ -1,5 +1,5 @@
-"""The capacity of one replica on paper, from a profile: steps that are full of decoding sequences, and the prefills that keep
-them full. An upper bound: no queue is ever empty, no request waits for a cache block."""
+"""The capacity of one replica on paper, from a profile: steps that are full of decoding sequences, and the
+prefills that keep them full. An upper bound: no queue is ever empty, no request waits for a cache block."""
 
 from dataclasses import dataclass
 
@@ -35,9 +35,9 @@ class Capacity:
 def capacity(profile: Profile, prompt_tokens: int, output_tokens: int, cached_tokens: int = 0) -> Capacity:
     """Of requests that are all alike, ``cached_tokens`` of whose prompts are in the prefix cache.
 
-    In the time of one request's decoding every sequence has had its prefill too. With n sequences, a decode step of D(n) seconds
-    and a prefill of P seconds for one prompt, n requests take output_tokens x D(n) + n x P seconds, so that
-    requests/s = n / (output_tokens x D(n) + n x P).
+    In the time of one request's decoding every sequence has had its prefill too. With n sequences, a decode
+    step of D(n) seconds and a prefill of P seconds for one prompt, n requests take output_tokens x D(n) + n x
+    P seconds, so that requests/s = n / (output_tokens x D(n) + n x P).
     """
     timing, spec = profile.timing, profile.spec
     length = prompt_tokens + output_tokens
@@ -52,4 +52,6 @@ def capacity(profile: Profile, prompt_tokens: int, output_tokens: int, cached_to
         prefill += timing.network.at(count) + timing.key_read * keys_read(start, count, spec)
         start += count
     seconds = output_tokens * decode + sequences * prefill
-    return Capacity(prompt_tokens, output_tokens, sequences, in_cache, seconds / output_tokens, sequences / seconds)
+    return Capacity(
+        prompt_tokens, output_tokens, sequences, in_cache, seconds / output_tokens, sequences / seconds
+    )

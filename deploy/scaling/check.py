@@ -1,5 +1,6 @@
-"""Holds the simulation against a real server on this machine: the steps are measured before and after, the server is loaded by
-closed-loop clients in between, and the same load is simulated with the mean of both measurements."""
+"""Holds the simulation against a real server on this machine: the steps are measured before and after, the
+server is loaded by closed-loop clients in between, and the same load is simulated with the mean of both
+measurements."""
 
 import asyncio
 import contextlib
@@ -45,7 +46,10 @@ def served(flags: Sequence[str]) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="gemserve-scaling-") as folder:
         log = Path(folder) / "server.log"
         command = [sys.executable, "-m", "server", "serve", *flags, "--port", "0"]
-        with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
+        with (
+            log.open("wb") as output,
+            subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process,
+        ):
             try:
                 yield _address(process, log)
             finally:
@@ -91,9 +95,13 @@ def drift(first: Profile, second: Profile) -> float:
 
 
 def real_load(address: str, workload: Workload, clients: int, num_requests: int) -> Measurement:
-    own = replace(workload, seed=clients)  # no prompt is that of an earlier load, which the server's cache would hold
+    own = replace(
+        workload, seed=clients
+    )  # no prompt is that of an earlier load, which the server's cache would hold
     (measurement,) = asyncio.run(
-        measure([Target("server", address)], own, concurrencies=[clients], num_requests=num_requests, num_warmup=1)
+        measure(
+            [Target("server", address)], own, concurrencies=[clients], num_requests=num_requests, num_warmup=1
+        )
     )
     if measurement.num_errors:
         raise RuntimeError(f"the real server failed: {measurement.errors[0]}")
@@ -101,31 +109,45 @@ def real_load(address: str, workload: Workload, clients: int, num_requests: int)
 
 
 def compare(measurement: Measurement, outcome: Outcome) -> list[Comparison]:
-    """Means: a few requests fall into groups, those that met others' prefills and those that did not, and a median is one or the
-    other."""
+    """Means: a few requests fall into groups, those that met others' prefills and those that did not, and a
+    median is one or the other."""
     clients, results, times = measurement.concurrency, measurement.succeeded, outcome.times
     first = fmean(result.time_to_first_token for result in results)
     each = fmean(result.time_per_output_token or 0.0 for result in results)
     simulated_first = fmean(t.first_token - t.arrival for t in times)
     simulated_each = fmean((t.finished - t.first_token) / max(1, t.num_output_tokens - 1) for t in times)
     return [
-        Comparison(f"{clients} clients: output tokens/s", measurement.output_tokens_per_second, outcome.output_tokens_per_second),
+        Comparison(
+            f"{clients} clients: output tokens/s",
+            measurement.output_tokens_per_second,
+            outcome.output_tokens_per_second,
+        ),
         Comparison(f"{clients} clients: first token, ms", 1e3 * first, 1e3 * simulated_first),
         Comparison(f"{clients} clients: each token, ms", 1e3 * each, 1e3 * simulated_each),
     ]
 
 
 def check(
-    profile_now: Callable[[], Profile], flags: Sequence[str], loads: Sequence[tuple[int, int]], workload: Workload
+    profile_now: Callable[[], Profile],
+    flags: Sequence[str],
+    loads: Sequence[tuple[int, int]],
+    workload: Workload,
 ) -> tuple[list[Comparison], float]:
     """Comparisons for each (clients, requests) of ``loads``, and the drift of the machine meanwhile."""
     before = profile_now()
     with served(flags) as address:
-        measurements = [real_load(address, workload, clients, num_requests) for clients, num_requests in loads]
+        measurements = [
+            real_load(address, workload, clients, num_requests) for clients, num_requests in loads
+        ]
     after = profile_now()
     profile = mean_of(before, after)
     comparisons: list[Comparison] = []
     for (clients, num_requests), measurement in zip(loads, measurements, strict=True):
-        demand = Demand(num_requests, clients=clients, prompt_tokens=workload.prompt_tokens, output_tokens=workload.output_tokens)
+        demand = Demand(
+            num_requests,
+            clients=clients,
+            prompt_tokens=workload.prompt_tokens,
+            output_tokens=workload.output_tokens,
+        )
         comparisons += compare(measurement, simulate(profile, 1, Policy.ROUND_ROBIN, demand))
     return comparisons, drift(before, after)

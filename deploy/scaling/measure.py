@@ -1,5 +1,5 @@
-"""Measures the steps of a model on this machine, through the engine that serves it, and fits the timing model. Takes a minute or
-two for a small model on a CPU; nothing else should run meanwhile."""
+"""Measures the steps of a model on this machine, through the engine that serves it, and fits the timing
+model. Takes a minute or two for a small model on a CPU; nothing else should run meanwhile."""
 
 import platform
 import statistics
@@ -22,7 +22,8 @@ from server.text.tokenizer import Tokenizer
 SHORT_PROMPT, LONG_PROMPT = 16, 2048
 REPEATS = 3
 DECODE_STEPS = 4
-# Not measured: it is small beside the steps of a real model, and only keeps requests sent together from starting together.
+# Not measured: it is small beside the steps of a real model, and only keeps requests sent together from
+# starting together.
 REQUEST_SECONDS = 0.005
 POWERS_OF_TWO = tuple(2**power for power in range(16))
 
@@ -33,7 +34,10 @@ def machine_name() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 class Meter:
@@ -78,7 +82,9 @@ class Meter:
             self.runner.capture_graphs(padded_sizes(settings.max_num_seqs), max_model_len)
 
     def _core(self, max_num_batched_tokens: int) -> EngineCore:
-        kv = KVCacheManager(self.runner.spec, self.plan.num_global_blocks, self.plan.num_local_blocks, prefix_caching=False)
+        kv = KVCacheManager(
+            self.runner.spec, self.plan.num_global_blocks, self.plan.num_local_blocks, prefix_caching=False
+        )
         capacity = (self.plan.num_global_blocks - 1) * self.runner.spec.block_size
         max_num_seqs = min(self.settings.max_num_seqs, max_num_batched_tokens)
         return EngineCore(self.runner, kv, SchedulerConfig(max_num_seqs, max_num_batched_tokens, capacity))
@@ -100,7 +106,9 @@ class Meter:
 
     def decode(self, num_sequences: int, prompt_tokens: int) -> float:
         """Of a step that continues so many sequences."""
-        core = self._core(max(self.settings.max_num_batched_tokens, 2 * num_sequences * SHORT_PROMPT))  # all start at once
+        core = self._core(
+            max(self.settings.max_num_batched_tokens, 2 * num_sequences * SHORT_PROMPT)
+        )  # all start at once
         for number in range(num_sequences):
             core.add(_spec(f"decode-{number}", prompt_tokens, DECODE_STEPS + 2))
         seconds: list[float] = []
@@ -121,7 +129,10 @@ class Meter:
         seconds = [max(0.0, self.prefill(count) - key_read * keys_read(0, count, spec)) for count in counts]
         network = Curve(tuple(counts), tuple(seconds))
         sizes = [*(size for size in POWERS_OF_TWO if size < most), most]
-        heads = [self.decode(size, SHORT_PROMPT) - network.at(size) - key_read * size * short_keys for size in sizes]
+        heads = [
+            self.decode(size, SHORT_PROMPT) - network.at(size) - key_read * size * short_keys
+            for size in sizes
+        ]
         return StepTiming(network, Curve((0, *sizes), (0.0, *(max(0.0, head) for head in heads))), key_read)
 
     def profile(self) -> Profile:

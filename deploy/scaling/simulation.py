@@ -1,6 +1,6 @@
-"""A discrete-event simulation of replicas behind a router. Every replica is our own engine with its real scheduler and cache;
-only the model's step is replaced by its duration: the replica's clock moves on by what the timing model says.
-Imports no torch."""
+"""A discrete-event simulation of replicas behind a router. Every replica is our own engine with its real
+scheduler and cache; only the model's step is replaced by its duration: the replica's clock moves on by what
+the timing model says. Imports no torch."""
 
 import hashlib
 import heapq
@@ -31,7 +31,9 @@ class Policy(StrEnum):
     ROUND_ROBIN = "round-robin"
     LEAST_REQUESTS = "least-requests"
     TWO_CHOICES = "two-choices"  # the less loaded of two drawn at random
-    AFFINITY = "affinity"  # consistent hashing by group; to the next one while the chosen has twice the mean load
+    AFFINITY = (
+        "affinity"  # consistent hashing by group; to the next one while the chosen has twice the mean load
+    )
 
 
 class _TimedRunner:
@@ -49,13 +51,18 @@ class _TimedRunner:
 class Replica:
     def __init__(self, profile: Profile) -> None:
         self.runner = _TimedRunner(profile)
-        kv = KVCacheManager(profile.spec, profile.num_global_blocks, profile.num_local_blocks, prefix_caching=True)
-        config = SchedulerConfig(profile.max_num_seqs, profile.max_num_batched_tokens, profile.capacity_tokens)
+        kv = KVCacheManager(
+            profile.spec, profile.num_global_blocks, profile.num_local_blocks, prefix_caching=True
+        )
+        config = SchedulerConfig(
+            profile.max_num_seqs, profile.max_num_batched_tokens, profile.capacity_tokens
+        )
         self.core = EngineCore(self.runner, kv, config, clock=lambda: self.runner.now)
         self.is_stepping = False
         self.busy_seconds = 0.0
         self.http_free = 0.0  # when the event loop has the last request in the engine
-        # A server in service has measured its own steps, by which it sizes those that prefill beside running streams.
+        # A server in service has measured its own steps, by which it sizes those that prefill beside running
+        # streams.
         self.core.add(WARM_UP)
         while self.core.has_work:
             self.core.step()
@@ -100,7 +107,11 @@ class Outcome:
 
     def token_seconds(self, quantile: float) -> float:
         """Mean time per output token after the first, of a request."""
-        rows = [(t.finished - t.first_token) / (t.num_output_tokens - 1) for t in self.times if t.num_output_tokens > 1]
+        rows = [
+            (t.finished - t.first_token) / (t.num_output_tokens - 1)
+            for t in self.times
+            if t.num_output_tokens > 1
+        ]
         return _quantile(rows, quantile) if rows else 0.0
 
 
@@ -144,7 +155,8 @@ def _point(text: str) -> int:
 
 
 class Simulation:
-    """Events, in order of time: a request is sent (it has no replica yet), reaches its engine, or a step of a replica ends."""
+    """Events, in order of time: a request is sent (it has no replica yet), reaches its engine, or a step of a
+    replica ends."""
 
     def __init__(self, profile: Profile, num_replicas: int, policy: Policy, demand: Demand) -> None:
         self._demand = demand

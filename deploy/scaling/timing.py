@@ -1,6 +1,6 @@
-"""How long a step of one replica takes, as a model fitted to measured steps: the network over all tokens of the step, the head
-and the draw of every sequence that gets a token, and the reading of earlier keys. Kept as a JSON profile with the machine it was
-measured on. Imports no torch."""
+"""How long a step of one replica takes, as a model fitted to measured steps: the network over all tokens of
+the step, the head and the draw of every sequence that gets a token, and the reading of earlier keys. Kept as
+a JSON profile with the machine it was measured on. Imports no torch."""
 
 import json
 from bisect import bisect_left
@@ -28,19 +28,27 @@ class Curve:
 
     def at(self, count: int) -> float:
         right = min(max(1, bisect_left(self.counts, count)), len(self.counts) - 1)
-        x0, x1, y0, y1 = self.counts[right - 1], self.counts[right], self.seconds[right - 1], self.seconds[right]
+        x0, x1, y0, y1 = (
+            self.counts[right - 1],
+            self.counts[right],
+            self.seconds[right - 1],
+            self.seconds[right],
+        )
         return max(0.0, y0 + (count - x0) * (y1 - y0) / (x1 - x0))
 
 
 def keys_read(start: int, num_tokens: int, spec: KVCacheSpec) -> float:
     """Keys that so many tokens from position ``start`` on read, added up over all layers."""
     mean = start + (num_tokens + 1) / 2
-    return num_tokens * (spec.num_global_layers * mean + spec.num_local_layers * min(mean, spec.sliding_window))
+    return num_tokens * (
+        spec.num_global_layers * mean + spec.num_local_layers * min(mean, spec.sliding_window)
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """``network``: by tokens in the step. ``head``: by sequences that get a token, from 0. ``key_read``: by keys read."""
+    """``network``: by tokens in the step. ``head``: by sequences that get a token, from 0. ``key_read``: by
+    keys read."""
 
     network: Curve
     head: Curve
@@ -83,8 +91,13 @@ class Profile:
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
             timing = values.pop("timing")
-            curves = {name: Curve(**{key: tuple(row) for key, row in timing[name].items()}) for name in ("network", "head")}
+            curves = {
+                name: Curve(**{key: tuple(row) for key, row in timing[name].items()})
+                for name in ("network", "head")
+            }
             spec = KVCacheSpec(**values.pop("spec"))
             return cls(**values, spec=spec, timing=StepTiming(**curves, key_read=timing["key_read"]))
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file} is no profile: {error}; make one with python -m deploy.scaling measure") from error
+            raise ValueError(
+                f"{file} is no profile: {error}; make one with python -m deploy.scaling measure"
+            ) from error

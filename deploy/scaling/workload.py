@@ -1,5 +1,5 @@
-"""What clients ask of the simulated servers: requests with prompts of token ids, in groups that share a beginning, arriving at
-random at a given rate or whenever an earlier one of the same client has ended."""
+"""What clients ask of the simulated servers: requests with prompts of token ids, in groups that share a
+beginning, arriving at random at a given rate or whenever an earlier one of the same client has ended."""
 
 import itertools
 import random
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """``rate``: requests per second, Poisson. ``clients``: instead, so many that each send the next one when the last has ended.
-    ``spread``: lengths are drawn between (1 - spread) and (1 + spread) times their mean."""
+    """``rate``: requests per second, Poisson. ``clients``: instead, so many that each send the next one when
+    the last has ended. ``spread``: lengths are drawn between (1 - spread) and (1 + spread) times their
+    mean."""
 
     num_requests: int
     rate: float | None = None
@@ -45,7 +46,9 @@ class SimulatedRequest:
 def requests_of(demand: Demand) -> Iterator[SimulatedRequest]:
     """Depends on the demand alone."""
     draw = random.Random(demand.seed)
-    heads = [tuple(draw.randrange(1 << 30) for _ in range(demand.shared_tokens)) for _ in range(demand.groups)]
+    heads = [
+        tuple(draw.randrange(1 << 30) for _ in range(demand.shared_tokens)) for _ in range(demand.groups)
+    ]
     now = 0.0
 
     def length(mean: int) -> int:
@@ -57,6 +60,9 @@ def requests_of(demand: Demand) -> Iterator[SimulatedRequest]:
         group = draw.randrange(demand.groups) if demand.groups else None
         head = heads[group] if group is not None else ()
         rest = length(demand.prompt_tokens) - len(head)
-        # A beginning of its own makes a prompt unlike all others; what follows makes no difference to the cache.
+        # A beginning of its own makes a prompt unlike all others; what follows makes no difference to the
+        # cache.
         own = (draw.randrange(1 << 30), *itertools.repeat(0, rest - 1))
-        yield SimulatedRequest(number, now if demand.rate is not None else None, group, head + own, length(demand.output_tokens))
+        yield SimulatedRequest(
+            number, now if demand.rate is not None else None, group, head + own, length(demand.output_tokens)
+        )

@@ -1,7 +1,9 @@
-"""Decode steps to be timed: sequences of any context over a cache of just that size, with or without a text in it.
+"""Decode steps to be timed: sequences of any context over a cache of just that size, with or without a text
+in it.
 
-What a step of greedy sequences costs depends on how sure the model is, so the network's own text stands in the cache where that
-is timed: the last tokens of every context, as far as the window of local layers goes back; keys and values before are zeros.
+What a step of greedy sequences costs depends on how sure the model is, so the network's own text stands in
+the cache where that is timed: the last tokens of every context, as far as the window of local layers goes
+back; keys and values before are zeros.
 """
 
 from collections.abc import Sequence
@@ -16,7 +18,9 @@ from model.interface.sampling_params import SamplingParams
 from model.interface.sequence_chunk import ChunkResult, DecodeChunks, SequenceChunk
 
 
-def decode_chunks(runner: ModelRunner, num_seqs: int, context: int, sampling: SamplingParams) -> list[SequenceChunk]:
+def decode_chunks(
+    runner: ModelRunner, num_seqs: int, context: int, sampling: SamplingParams
+) -> list[SequenceChunk]:
     """One new token for each sequence, whose context then counts ``context`` tokens."""
     spec = runner.spec
     start = context - 1
@@ -44,7 +48,9 @@ def write_text(runner: ModelRunner, num_tokens: int) -> list[int]:
     sampling = SamplingParams(max_tokens=num_tokens, temperature=1.0, seed=0)
     token_ids = [runner.config.bos_token_id]
     for position in range(num_tokens - 1):
-        (result,) = runner.run([SequenceChunk(token_ids[-1:], position, table, table, sampling, samples=True, position=position)])
+        (result,) = runner.run(
+            [SequenceChunk(token_ids[-1:], position, table, table, sampling, samples=True, position=position)]
+        )
         token_ids += result.token_ids
     runner.release_cache()
     return token_ids
@@ -53,7 +59,9 @@ def write_text(runner: ModelRunner, num_tokens: int) -> list[int]:
 class Decodes:
     """Decode steps of sequences that all have the same text, whose last token is the one to be decoded."""
 
-    def __init__(self, runner: ModelRunner, num_seqs: int, context: int, sampling: SamplingParams, text: Sequence[int]) -> None:
+    def __init__(
+        self, runner: ModelRunner, num_seqs: int, context: int, sampling: SamplingParams, text: Sequence[int]
+    ) -> None:
         """Allocates the runner's cache. ``text``: at least a token."""
         self.runner = runner
         self._tables = BlockTableRows()
@@ -74,7 +82,9 @@ class Decodes:
             plain=True,
             make_chunk=lambda index: chunks[index],
         )
-        self.chunks.move(np.full(num_seqs, text[-1], dtype=np.int64), np.full(num_seqs, context - 1, dtype=np.int64))
+        self.chunks.move(
+            np.full(num_seqs, text[-1], dtype=np.int64), np.full(num_seqs, context - 1, dtype=np.int64)
+        )
 
     def run(self) -> Sequence[ChunkResult]:
         """The step, over and over at the same place."""

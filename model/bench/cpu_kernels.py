@@ -1,8 +1,10 @@
-"""Times every CPU kernel against what the machine allows, measured in the same run: ``python -m model.bench.cpu_kernels``.
+"""Times every CPU kernel against what the machine allows, measured in the same run: ``python -m
+model.bench.cpu_kernels``.
 
-The floor of an operation is the larger of its bytes over the read bandwidth (a plain sum over memory far larger than the caches)
-and its floating-point operations over the rate of a float32 matrix product that stays in cache. Times are the best of many runs,
-so that other work on the machine does not count. Shapes are those of Gemma 3 270M.
+The floor of an operation is the larger of its bytes over the read bandwidth (a plain sum over memory far
+larger than the caches) and its floating-point operations over the rate of a float32 matrix product that stays
+in cache. Times are the best of many runs, so that other work on the machine does not count. Shapes are those
+of Gemma 3 270M.
 """
 
 import argparse
@@ -21,7 +23,12 @@ from model.ops.reference import ReferenceOps
 
 CPU = torch.device("cpu")
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY, LAYERS = 640, 2048, 4, 1, 256, 262144, 18
-LINEARS = {"qkv": (1536, HIDDEN), "output": (HIDDEN, 1024), "gate_up": (2 * INTERMEDIATE, HIDDEN), "down": (HIDDEN, INTERMEDIATE)}
+LINEARS = {
+    "qkv": (1536, HIDDEN),
+    "output": (HIDDEN, 1024),
+    "gate_up": (2 * INTERMEDIATE, HIDDEN),
+    "down": (HIDDEN, INTERMEDIATE),
+}
 BLOCK_SIZE = 16
 
 
@@ -37,10 +44,11 @@ def seconds(function: Callable[[], object], budget: float) -> float:
 
 
 class PlainRead:
-    """Reads memory far larger than the caches: of the given tensor, or if that is too small, of its own in huge pages.
+    """Reads memory far larger than the caches: of the given tensor, or if that is too small, of its own in
+    huge pages.
 
-    How fast memory is depends on where it lies (a machine may have several, and a virtual one does not say which), so what a
-    kernel reaches is to be compared with a plain read of the memory that it reads.
+    How fast memory is depends on where it lies (a machine may have several, and a virtual one does not say
+    which), so what a kernel reaches is to be compared with a plain read of the memory that it reads.
     """
 
     SMALLEST = 64 << 20
@@ -75,7 +83,8 @@ def measure_flops(budget: float = 0.5) -> float:
 
 
 def measure_byte_products(budget: float = 0.5) -> float:
-    """Products of bytes per second that the processor's instructions make of what is in registers, on all threads."""
+    """Products of bytes per second that the processor's instructions make of what is in registers, on all
+    threads."""
     library, threads, rounds = load_library(), torch.get_num_threads(), 100_000
     products: int = library.multiply_bytes(rounds, threads)
     return products / seconds(lambda: library.multiply_bytes(rounds, threads), budget)
@@ -89,7 +98,9 @@ def _in_turn(ops: Ops, x: torch.Tensor, weights: list[LinearWeight], role: str) 
 
 
 class Bench:
-    def __init__(self, dtype: torch.dtype, storages: list[WeightStorage], budget: float, with_reference: bool) -> None:
+    def __init__(
+        self, dtype: torch.dtype, storages: list[WeightStorage], budget: float, with_reference: bool
+    ) -> None:
         self.budget = budget
         self.with_reference = with_reference
         self.dtype = dtype
@@ -123,15 +134,22 @@ class Bench:
                 weight = (torch.randn(n, k) * 0.02).to(self.dtype)
                 copies = 1 if role == "head" else 8  # as many layers' worth that the caches do not hold them
                 packed = [ops.pack_linear(weight, "down") for _ in range(copies)]
-                plain = [self.reference.pack_linear(weight.clone(), "down") for _ in range(copies if self.with_reference else 0)]
+                plain = [
+                    self.reference.pack_linear(weight.clone(), "down")
+                    for _ in range(copies if self.with_reference else 0)
+                ]
                 for m in rows:
                     if role == "head" and m > 64:
                         continue
                     x = torch.randn(m, k).to(self.dtype)
                     num_bytes = packed[0].nbytes + (4 * m * n if role == "head" else 0)
                     ours, theirs = _in_turn(ops, x, packed, role), _in_turn(self.reference, x, plain, role)
-                    taken = self.report(f"{role} {n}x{k} {storage} m={m}", ours, theirs, num_bytes, 2.0 * m * n * k)
-                    totals[storage, m] = totals.get((storage, m), 0) + taken * (1 if role == "head" else LAYERS)
+                    taken = self.report(
+                        f"{role} {n}x{k} {storage} m={m}", ours, theirs, num_bytes, 2.0 * m * n * k
+                    )
+                    totals[storage, m] = totals.get((storage, m), 0) + taken * (
+                        1 if role == "head" else LAYERS
+                    )
                 del packed, plain
         for (kept_as, m), total in totals.items():
             head = " (without the head)" if m > 64 else ""
@@ -164,7 +182,14 @@ class Bench:
         starts = torch.arange(num_seqs + 1, dtype=torch.int32) * queries
         contexts = torch.full((num_seqs,), context, dtype=torch.int32)
         metadata = AttentionMetadata(
-            window, BLOCK_SIZE, (queries,) * num_seqs, (context,) * num_seqs, starts, contexts, table, torch.empty(0)
+            window,
+            BLOCK_SIZE,
+            (queries,) * num_seqs,
+            (context,) * num_seqs,
+            starts,
+            contexts,
+            table,
+            torch.empty(0),
         )
         query = torch.randn(num_seqs * queries, HEADS, HEAD_DIM).to(self.dtype)
         start = context - queries
@@ -185,8 +210,12 @@ class Bench:
         slots, scale, cos, sin = torch.arange(n), torch.ones(HEAD_DIM), angles.cos(), angles.sin()
         self.report(
             f"qk_norm_rope_cache_write n={n}",
-            lambda: self.any_ops.qk_norm_rope_cache_write(qkv, scale, scale, cos, sin, cache, cache, slots, 1e-6),
-            lambda: self.reference.qk_norm_rope_cache_write(qkv, scale, scale, cos, sin, cache, cache, slots, 1e-6),
+            lambda: self.any_ops.qk_norm_rope_cache_write(
+                qkv, scale, scale, cos, sin, cache, cache, slots, 1e-6
+            ),
+            lambda: self.reference.qk_norm_rope_cache_write(
+                qkv, scale, scale, cos, sin, cache, cache, slots, 1e-6
+            ),
             2.0 * qkv.nbytes + 2 * cos.nbytes,
         )
 
@@ -196,7 +225,9 @@ class Bench:
         uniform, whole = torch.rand(rows, dtype=torch.float64), torch.ones(rows, dtype=torch.float64)
         ours, theirs = self.any_ops, self.reference
         once = float(logits.nbytes)
-        self.report(f"all_finite {rows}", lambda: ours.all_finite(logits), lambda: theirs.all_finite(logits), once)
+        self.report(
+            f"all_finite {rows}", lambda: ours.all_finite(logits), lambda: theirs.all_finite(logits), once
+        )
         self.report(f"argmax {rows}", lambda: ours.argmax(logits), lambda: theirs.argmax(logits), once)
         for k in (64, 1024):
             self.report(
@@ -220,7 +251,9 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--weights", nargs="+", default=["float32", "bfloat16", "int8", "int4"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 256])
@@ -242,7 +275,15 @@ def main() -> None:
             for rows in arguments.rows:
                 bench.rope(rows)
         if "attention" in arguments.only:
-            for shape in ((1, 1, 1000), (1, 1, 30000), (32, 1, 256), (32, 1, 2048), (1, 256, 256), (1, 256, 2048), (4, 512, 512)):
+            for shape in (
+                (1, 1, 1000),
+                (1, 1, 30000),
+                (32, 1, 256),
+                (32, 1, 2048),
+                (1, 256, 256),
+                (1, 256, 2048),
+                (4, 512, 512),
+            ):
                 bench.attention(*shape, None)
             for shape in ((1, 1, 1000), (1, 1, 30000), (32, 1, 2048), (1, 256, 2048)):
                 bench.attention(*shape, 512)

@@ -1,10 +1,11 @@
-"""Times decode steps and prefills of every published size on a GPU against what the card allows: ``python -m model.bench.gpu``.
+"""Times decode steps and prefills of every published size on a GPU against what the card allows: ``python -m
+model.bench.gpu``.
 
-Weights are random and made on the device; no checkpoint is needed. The floor of a step is, part by part, the larger of its bytes
-over the bandwidth of a device-to-device copy and its arithmetic over the rate of a large matrix product, both measured in the
-same run. A step is the runner's own, from chunks on the host to sampled tokens on the host, greedy, decodes replayed as CUDA
-graphs; keys and values are zeros, whose content does not matter to the time. Times are medians. Without a GPU the same tables are
-printed, and say so.
+Weights are random and made on the device; no checkpoint is needed. The floor of a step is, part by part, the
+larger of its bytes over the bandwidth of a device-to-device copy and its arithmetic over the rate of a large
+matrix product, both measured in the same run. A step is the runner's own, from chunks on the host to sampled
+tokens on the host, greedy, decodes replayed as CUDA graphs; keys and values are zeros, whose content does not
+matter to the time. Times are medians. Without a GPU the same tables are printed, and say so.
 """
 
 import argparse
@@ -96,7 +97,9 @@ def measure_card(device: torch.device, dtype: torch.dtype, budget: float) -> Car
     return Card(torch.cuda.get_device_name(device) if is_gpu else "CPU", bandwidth, flops)
 
 
-def random_runner(config: Gemma3Config, device: torch.device, dtype: torch.dtype, quantization: str) -> ModelRunner:
+def random_runner(
+    config: Gemma3Config, device: torch.device, dtype: torch.dtype, quantization: str
+) -> ModelRunner:
     """A runner with random weights, made on the device one tensor at a time."""
     ops = select_ops(device, dtype, quantization)
     with torch.inference_mode():
@@ -109,18 +112,28 @@ def random_runner(config: Gemma3Config, device: torch.device, dtype: torch.dtype
 
 
 def prefill_work(runner: ModelRunner, num_tokens: int) -> dict[str, tuple[float, float]]:
-    """part -> (bytes read, floating-point operations) of a prompt in one step, of which the last token is sampled."""
+    """part -> (bytes read, floating-point operations) of a prompt in one step, of which the last token is
+    sampled."""
     config, work = runner.config, dict[str, tuple[float, float]]()
     for part, module in linears(runner):
         read, operations = work.get(part, (0.0, 0.0))
         rows = 1 if module.role == "head" else num_tokens
-        work[part] = (read + bytes_read(module), operations + 2.0 * rows * module.in_features * module.out_features)
+        work[part] = (
+            read + bytes_read(module),
+            operations + 2.0 * rows * module.in_features * module.out_features,
+        )
     window = min(num_tokens, config.sliding_window)
-    pairs = {"global": num_tokens * (num_tokens + 1) / 2, "local": num_tokens * window - window * (window - 1) / 2}
+    pairs = {
+        "global": num_tokens * (num_tokens + 1) / 2,
+        "local": num_tokens * window - window * (window - 1) / 2,
+    }
     layers = {"global": config.num_global_layers, "local": config.num_local_layers}
     for kind, count in pairs.items():
         read = float(layers[kind] * num_tokens * runner.spec.bytes_per_token_per_layer)
-        work[f"attention, {kind}"] = (read, 4.0 * layers[kind] * count * config.num_attention_heads * config.head_dim)
+        work[f"attention, {kind}"] = (
+            read,
+            4.0 * layers[kind] * count * config.num_attention_heads * config.head_dim,
+        )
     return work
 
 
@@ -152,14 +165,21 @@ class Bench:
         floor = self.card.floor(decode_work(runner, num_seqs, context))
         sizes = padded_sizes(num_seqs)[-1:]
         seconds = self._seconds(runner, plan_for(runner.spec, num_seqs, context), chunks, sizes, context)
-        return DOES_NOT_FIT if seconds is None else f"{seconds * 1e3:.3f} / {floor * 1e3:.3f} ({floor / seconds:.0%})"
+        return (
+            DOES_NOT_FIT
+            if seconds is None
+            else f"{seconds * 1e3:.3f} / {floor * 1e3:.3f} ({floor / seconds:.0%})"
+        )
 
     def prefill(self, runner: ModelRunner, num_tokens: int) -> str:
-        """Tokens per second of a prompt in one step, the most that the floor allows, and the share of it that was reached."""
+        """Tokens per second of a prompt in one step, the most that the floor allows, and the share of it that
+        was reached."""
         blocks = list(range(1, 1 + ceil_div(num_tokens, BLOCK_SIZE)))
         chunk = SequenceChunk([1000] * num_tokens, 0, blocks, blocks, GREEDY, samples=True)
         count, spec = len(blocks) + 1, runner.spec
-        plan = KVCachePlan(count, count, count * spec.global_block_bytes, count * spec.local_block_bytes, num_tokens)
+        plan = KVCachePlan(
+            count, count, count * spec.global_block_bytes, count * spec.local_block_bytes, num_tokens
+        )
         floor = self.card.floor(prefill_work(runner, num_tokens))
         seconds = self._seconds(runner, plan, [chunk], (), num_tokens)
         return (
@@ -169,7 +189,12 @@ class Bench:
         )
 
     def _seconds(
-        self, runner: ModelRunner, plan: KVCachePlan, chunks: list[SequenceChunk], graph_sizes: Sequence[int], max_model_len: int
+        self,
+        runner: ModelRunner,
+        plan: KVCachePlan,
+        chunks: list[SequenceChunk],
+        graph_sizes: Sequence[int],
+        max_model_len: int,
     ) -> float | None:
         runner.release_cache()
         if plan.global_bytes + plan.local_bytes > self.room():
@@ -204,12 +229,16 @@ def tables(bench: Bench | None, arguments: argparse.Namespace) -> str:
         missing = NOT_MEASURED if bench is None else f"{DOES_NOT_FIT} (weights)"
 
         def cell(
-            measure: Callable[[Bench, ModelRunner], str], runner: ModelRunner | None = runner, missing: str = missing
+            measure: Callable[[Bench, ModelRunner], str],
+            runner: ModelRunner | None = runner,
+            missing: str = missing,
         ) -> str:
             return missing if bench is None or runner is None else measure(bench, runner)
 
         for num_seqs in arguments.sequences:
-            cells = [cell(lambda b, r, n=num_seqs, c=context: b.decode(r, n, c)) for context in arguments.contexts]  # type: ignore[misc]
+            cells = [
+                cell(lambda b, r, n=num_seqs, c=context: b.decode(r, n, c)) for context in arguments.contexts
+            ]  # type: ignore[misc]
             decode_rows.append([name, str(num_seqs), *cells])
             print(*decode_rows[-1], sep="  ", file=sys.stderr, flush=True)
         cells = [cell(lambda b, r, n=count: b.prefill(r, n)) for count in arguments.prefill_tokens]  # type: ignore[misc]
@@ -226,7 +255,9 @@ def tables(bench: Bench | None, arguments: argparse.Namespace) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--sizes", choices=tuple(CONFIGS), nargs="+", default=list(BENCHED))
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 128, 256])

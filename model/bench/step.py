@@ -1,10 +1,11 @@
 """Profiles whole steps of a loaded model on a CPU, part by part: ``python -m model.bench.step``.
 
-For every number of sequences and context length: the time of a decode step as it runs, then with its operations called one by
-one and timed, and the floor of each part, which is the larger of its bytes over the read bandwidth and its arithmetic over
-the peak (of float32, or of bytes where weights are of few bits), all measured in the same run. Local and global attention are
-listed apart, per layer, so that it shows which of them grows with the context. The model's own text is in the cache
-(model/bench/contexts.py). Times are medians, in milliseconds.
+For every number of sequences and context length: the time of a decode step as it runs, then with its
+operations called one by one and timed, and the floor of each part, which is the larger of its bytes over the
+read bandwidth and its arithmetic over the peak (of float32, or of bytes where weights are of few bits), all
+measured in the same run. Local and global attention are listed apart, per layer, so that it shows which of
+them grows with the context. The model's own text is in the cache (model/bench/contexts.py). Times are
+medians, in milliseconds.
 """
 
 import argparse
@@ -45,12 +46,16 @@ class PartTimes:
     def recording(self) -> Iterator[None]:
         runner = self.decodes.runner
         ops: Any = runner.ops
-        roles = {id(module.packed): module.role for module in runner.model.modules() if isinstance(module, Linear)}
+        roles = {
+            id(module.packed): module.role for module in runner.model.modules() if isinstance(module, Linear)
+        }
 
         def linear(_x: torch.Tensor, weight: object) -> str:
             return f"linear {roles[id(weight)]}"
 
-        def attention(_query: torch.Tensor, _k: torch.Tensor, _v: torch.Tensor, metadata: AttentionMetadata, *_: object) -> str:
+        def attention(
+            _query: torch.Tensor, _k: torch.Tensor, _v: torch.Tensor, metadata: AttentionMetadata, *_: object
+        ) -> str:
             return "attention, global" if metadata.window is None else "attention, local"
 
         names: dict[str, Callable[..., str]] = {
@@ -84,14 +89,17 @@ class PartTimes:
         start = time.perf_counter()
         self.decodes.run()
         whole = time.perf_counter() - start
-        self.steps.append({**self.seconds, "everything else": whole - sum(self.seconds.values()), "step": whole})
+        self.steps.append(
+            {**self.seconds, "everything else": whole - sum(self.seconds.values()), "step": whole}
+        )
 
     def medians(self) -> dict[str, float]:
         return {part: statistics.median(step[part] for step in self.steps) for part in self.steps[0]}
 
 
 def decode_work(runner: ModelRunner, num_seqs: int, context: int) -> dict[str, tuple[float, float]]:
-    """part -> (bytes read, floating-point operations) of a step that decodes so many sequences of so much context."""
+    """part -> (bytes read, floating-point operations) of a step that decodes so many sequences of so much
+    context."""
     config: Gemma3Config = runner.config
     read: dict[str, float] = defaultdict(float)
     operations: dict[str, float] = defaultdict(float)
@@ -129,7 +137,9 @@ class Floors:
         self.flops = measure_flops()
         self.byte_products = measure_byte_products()
 
-    def of(self, num_seqs: int, context: int, bandwidth: float, *, greedy: bool) -> dict[str, tuple[float, float]]:
+    def of(
+        self, num_seqs: int, context: int, bandwidth: float, *, greedy: bool
+    ) -> dict[str, tuple[float, float]]:
         """part -> (bytes read, seconds)."""
         work = decode_work(self.runner, num_seqs, context)
         read = {part: num_bytes for part, (num_bytes, _) in work.items()}
@@ -145,7 +155,9 @@ class Floors:
         return {part: (read[part], max(read[part] / bandwidth, computing[part])) for part in work}
 
 
-def report(decodes: Decodes, floors: Floors, num_seqs: int, context: int, sampling: SamplingParams, budget: float) -> None:
+def report(
+    decodes: Decodes, floors: Floors, num_seqs: int, context: int, sampling: SamplingParams, budget: float
+) -> None:
     runner = decodes.runner
     step, bandwidth = _step_and_bandwidth(decodes, budget)
     times = PartTimes(decodes)
@@ -176,8 +188,8 @@ def report(decodes: Decodes, floors: Floors, num_seqs: int, context: int, sampli
 
 
 def _step_and_bandwidth(decodes: Decodes, budget: float) -> tuple[float, float]:
-    """Seconds of a step and bytes per second of plain reads of the head, both medians; they take turns, for a machine's speed may
-    change."""
+    """Seconds of a step and bytes per second of plain reads of the head, both medians; they take turns, for a
+    machine's speed may change."""
     read = PlainRead(_head_memory(decodes.runner))
     steps: list[float] = []
     reads: list[float] = []
@@ -208,24 +220,36 @@ def _repeat(function: Callable[[], object], budget: float) -> list[float]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=None, help="folder, .gguf file or hub id; the embedded 270M when left out")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default=None, help="folder, .gguf file or hub id; the embedded 270M when left out"
+    )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default="auto")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--contexts", type=int, nargs="+", default=[256])
-    parser.add_argument("--sampled", action="store_true", help="temperature 1 and top_p 0.95 instead of greedy")
+    parser.add_argument(
+        "--sampled", action="store_true", help="temperature 1 and top_p 0.95 instead of greedy"
+    )
     parser.add_argument("--budget", type=float, default=3.0, help="seconds per table")
     arguments = parser.parse_args(words)
     runner = ModelRunner.load(
-        open_checkpoint(arguments.model), dtype=arguments.dtype, quantization=arguments.quantization, device="cpu", progress=False
+        open_checkpoint(arguments.model),
+        dtype=arguments.dtype,
+        quantization=arguments.quantization,
+        device="cpu",
+        progress=False,
     )
     with torch.inference_mode():
         floors = Floors(runner)
         print(
             f"{runner.ops.name}, {runner.dtype}, {torch.get_num_threads()} threads, {runner.weight_bytes / 1e6:.0f} MB of weights"
         )
-        print(f"products per second: {floors.flops / 2e9:.1f}e9 of float32, {floors.byte_products / 1e9:.1f}e9 of bytes")
+        print(
+            f"products per second: {floors.flops / 2e9:.1f}e9 of float32, {floors.byte_products / 1e9:.1f}e9 of bytes"
+        )
         sampling = DRAWN if arguments.sampled else GREEDY
         text = write_text(runner, min(max(arguments.contexts), runner.config.sliding_window))
         for num_seqs in arguments.sequences:

@@ -1,5 +1,6 @@
-"""A device that takes no time, to measure what a step costs the host: a real ModelRunner over a network and operations that
-return tensors made beforehand. Batches are laid out and draws prepared as for a real model; nothing is computed or written."""
+"""A device that takes no time, to measure what a step costs the host: a real ModelRunner over a network and
+operations that return tensors made beforehand. Batches are laid out and draws prepared as for a real model;
+nothing is computed or written."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
@@ -47,7 +48,8 @@ class StubOps(ReferenceOps):
 
 
 class StubNetwork:
-    """Stands for Gemma3: tells when it is called, and that is when the host has done all that comes before the device's work."""
+    """Stands for Gemma3: tells when it is called, and that is when the host has done all that comes before
+    the device's work."""
 
     def __init__(self, on_call: Callable[[], None]) -> None:
         self.config = SIZES["270m"]
@@ -67,7 +69,8 @@ class StubNetwork:
 
 
 def stub_runner(block_size: int = 16, on_call: Callable[[], None] = lambda: None) -> ModelRunner:
-    """A runner with the shape of the 270M. ``on_call`` is called when a step's batch is handed to the device."""
+    """A runner with the shape of the 270M. ``on_call`` is called when a step's batch is handed to the
+    device."""
     network = StubNetwork(on_call)
     runner = ModelRunner(cast("Gemma3", network), network.config.kv_cache_spec(block_size, 2), StubOps())
     runner.max_logits_rows = MAX_LOGITS_ROWS_ON_DEVICE

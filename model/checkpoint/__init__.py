@@ -1,1 +1,2 @@
-"""Checkpoints, whatever form they come in: configuration, tokenizer and named tensors. Importing it imports no torch."""
+"""Checkpoints, whatever form they come in: configuration, tokenizer and named tensors. Importing it imports
+no torch."""

@@ -1,6 +1,6 @@
-"""What every checkpoint format gives to the model: configuration, tokenizer file and a stream of named tensors; and the checks
-that are the same for all formats. Names and values are canonical: Hugging Face's names, norm weights without the 1 added.
-Importing this module imports no torch.
+"""What every checkpoint format gives to the model: configuration, tokenizer file and a stream of named
+tensors; and the checks that are the same for all formats. Names and values are canonical: Hugging Face's
+names, norm weights without the 1 added. Importing this module imports no torch.
 """
 
 import hashlib
@@ -20,7 +20,8 @@ END_OF_TURN = "<end_of_turn>"
 
 
 class Checkpoint(Protocol):
-    """An opened checkpoint whose names, shapes and completeness have been checked; no weights are read before ``tensors()``."""
+    """An opened checkpoint whose names, shapes and completeness have been checked; no weights are read before
+    ``tensors()``."""
 
     @property
     def config(self) -> Gemma3Config: ...
@@ -42,7 +43,8 @@ class Checkpoint(Protocol):
 
     @property
     def default_sampling(self) -> dict[str, Any]:
-        """Sampling defaults of generation_config.json (temperature, top_k, top_p, min_p, repetition_penalty); may be empty."""
+        """Sampling defaults of generation_config.json (temperature, top_k, top_p, min_p, repetition_penalty);
+        may be empty."""
         ...
 
     @property
@@ -52,7 +54,8 @@ class Checkpoint(Protocol):
 
     @property
     def tokens(self) -> Sequence[str] | None:
-        """The text of every token by id, with blanks or the tokenizer's mark in their place; None where it is not at hand."""
+        """The text of every token by id, with blanks or the tokenizer's mark in their place; None where it is
+        not at hand."""
         ...
 
     @property
@@ -66,8 +69,9 @@ class Checkpoint(Protocol):
         ...
 
     def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Stream every tensor of ``expected_shapes(config)`` once, each with that shape. GGUF weights come dequantised in
-        float32, safetensors weights in their stored dtype; ``lm_head.weight`` only if the embeddings are not tied."""
+        """Stream every tensor of ``expected_shapes(config)`` once, each with that shape. GGUF weights come
+        dequantised in float32, safetensors weights in their stored dtype; ``lm_head.weight`` only if the
+        embeddings are not tied."""
         ...
 
     def close(self) -> None:
@@ -76,7 +80,8 @@ class Checkpoint(Protocol):
 
 
 def expected_shapes(config: Gemma3Config) -> dict[str, tuple[int, ...]]:
-    """Every canonical tensor of the model with its shape; a linear weight is [output features, input features]."""
+    """Every canonical tensor of the model with its shape; a linear weight is [output features, input
+    features]."""
     hidden, intermediate, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     layer = {
@@ -109,7 +114,8 @@ def is_norm(name: str) -> bool:
 
 
 def check_tensors(config: Gemma3Config, found: Mapping[str, tuple[str, str, tuple[int, ...]]]) -> None:
-    """Refuse unknown, missing and misshapen tensors. ``found``: canonical name -> (file, name in the file, shape)."""
+    """Refuse unknown, missing and misshapen tensors. ``found``: canonical name -> (file, name in the file,
+    shape)."""
     expected = expected_shapes(config)
     for name, (file, stored_name, shape) in found.items():
         if name not in expected and name != HEAD:
@@ -128,12 +134,17 @@ def require_complete(config: Gemma3Config, found: Mapping[str, Any], where: str)
     missing = [name for name in expected_shapes(config) if name not in found]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        hint = " (tie_word_embeddings is false, so a separate output head is needed)" if missing[0] == HEAD else ""
+        hint = (
+            " (tie_word_embeddings is false, so a separate output head is needed)"
+            if missing[0] == HEAD
+            else ""
+        )
         raise CheckpointError(f"{where}: tensor {missing[0]!r} is missing{more}{hint}.")
 
 
 def sampled_fingerprint(parts: list[tuple[bytes, Any]], samples: int = 64, sample_bytes: int = 4096) -> str:
-    """Identity of files from (header bytes, buffer of the whole file): header, size and samples spread evenly over the rest."""
+    """Identity of files from (header bytes, buffer of the whole file): header, size and samples spread evenly
+    over the rest."""
     digest = hashlib.sha256()
     for header, buffer in parts:
         size = len(buffer)

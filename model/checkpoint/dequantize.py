@@ -1,6 +1,6 @@
-"""Quantised GGUF blocks to float32. The ``gguf`` package knows every type; the four commonest have compiled kernels too, which
-give the same bits about ten times faster and are what a start waits for. Without a compiler the package does it all. Importing
-this module imports no torch."""
+"""Quantised GGUF blocks to float32. The ``gguf`` package knows every type; the four commonest have compiled
+kernels too, which give the same bits about ten times faster and are what a start waits for. Without a
+compiler the package does it all. Importing this module imports no torch."""
 
 import ctypes
 import functools
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SLICE_ELEMENTS = 1 << 17  # float32 values the package expands at a time: temporaries of 512 KiB stay in the cache of the core
+SLICE_ELEMENTS = (
+    1 << 17
+)  # float32 values the package expands at a time: temporaries of 512 KiB stay in the cache of the core
 _FORMATS = {  # kFormats in model/ops/cpu/cpp/dequantize.cpp
     GGMLQuantizationType.Q8_0: 0,
     GGMLQuantizationType.Q5_0: 1,
@@ -80,6 +82,7 @@ def _by_package(
 
 
 def package_dequantize(raw: NDArray[np.uint8], quantization: GGMLQuantizationType) -> Any:
-    """[rows, bytes of a row] -> [rows, columns] in float32. Damaged scales overflow silently; the caller checks."""
+    """[rows, bytes of a row] -> [rows, columns] in float32. Damaged scales overflow silently; the caller
+    checks."""
     with np.errstate(all="ignore"):
         return dequantize(raw, quantization)

@@ -1,5 +1,6 @@
-"""A checkpoint in one GGUF file: configuration, vocabulary and weights of mixed quantisation types. The header is parsed strictly
-(gguf_header), names and shapes are checked before any weight is read, and ``tensors()`` dequantises to float32 in row slices.
+"""A checkpoint in one GGUF file: configuration, vocabulary and weights of mixed quantisation types. The
+header is parsed strictly (gguf_header), names and shapes are checked before any weight is read, and
+``tensors()`` dequantises to float32 in row slices.
 
 GGUF stores Gemma's norm weights with the 1 already added; here it is subtracted again, in float32.
 """
@@ -22,7 +23,15 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, LlamaFileType
 from tqdm import tqdm
 
-from model.checkpoint.base import EMBEDDING, HEAD, check_tensors, expected_shapes, is_norm, require_complete, sampled_fingerprint
+from model.checkpoint.base import (
+    EMBEDDING,
+    HEAD,
+    check_tensors,
+    expected_shapes,
+    is_norm,
+    require_complete,
+    sampled_fingerprint,
+)
 from model.checkpoint.dequantize import dequantize_rows, package_dequantize
 from model.checkpoint.gguf_header import GGUFHeader, TensorInfo, parse_header
 from model.checkpoint.gguf_tokenizer import CONVERTER_VERSION, build_tokenizer_json, check_vocabulary
@@ -38,7 +47,11 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 _MAP_FIXED = 0x10  # of Linux on all its processors; the module mmap does not name it
 MAX_THREADS = min(8, os.cpu_count() or 1)  # numpy computes outside the interpreter lock
 
-_TOP_LEVEL = {"token_embd.weight": EMBEDDING, "output_norm.weight": "model.norm.weight", "output.weight": HEAD}
+_TOP_LEVEL = {
+    "token_embd.weight": EMBEDDING,
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": HEAD,
+}
 _LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -61,7 +74,13 @@ def canonical_name(gguf_name: str) -> str:
     if gguf_name in _TOP_LEVEL:
         return _TOP_LEVEL[gguf_name]
     parts = gguf_name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[1].isdecimal() and parts[2] in _LAYER and parts[3] == "weight":
+    if (
+        len(parts) == 4
+        and parts[0] == "blk"
+        and parts[1].isdecimal()
+        and parts[2] in _LAYER
+        and parts[3] == "weight"
+    ):
         return f"model.layers.{parts[1]}.{_LAYER[parts[2]]}.weight"
     return gguf_name
 
@@ -79,7 +98,9 @@ def open_gguf(files: Sequence[Path], *, name: str, cache_dir: Path, progress: bo
 class GGUFCheckpoint:
     """Implements ``Checkpoint`` on the bytes of a GGUF file."""
 
-    def __init__(self, data: Bytes, file: str, files: Sequence[Path], *, name: str, cache_dir: Path, progress: bool) -> None:
+    def __init__(
+        self, data: Bytes, file: str, files: Sequence[Path], *, name: str, cache_dir: Path, progress: bool
+    ) -> None:
         self._data = data
         self.weight_files = tuple(files)
         self._file = file
@@ -95,13 +116,19 @@ class GGUFCheckpoint:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process opens the files again; what is mapped does not travel."""
-        arguments: dict[str, Any] = {"name": self.name, "cache_dir": self._cache_dir, "progress": self._progress}
+        arguments: dict[str, Any] = {
+            "name": self.name,
+            "cache_dir": self._cache_dir,
+            "progress": self._progress,
+        }
         return partial(open_gguf, self.weight_files, **arguments), ()
 
     def _checked_config(self) -> Gemma3Config:
         metadata = self._header.metadata
         if metadata.get("split.count", 1) != 1:
-            raise CheckpointError(f"{self._file}: is one piece of a split model; join the pieces with llama-gguf-split --merge.")
+            raise CheckpointError(
+                f"{self._file}: is one piece of a split model; join the pieces with llama-gguf-split --merge."
+            )
         try:
             config = Gemma3Config.from_gguf(metadata)
         except ConfigError as error:
@@ -110,7 +137,9 @@ class GGUFCheckpoint:
         for info in self._header.tensors.values():
             name = canonical_name(info.name)
             if name in self._infos:
-                raise CheckpointError(f"{self._file}: tensors {self._infos[name].name!r} and {info.name!r} are the same weight.")
+                raise CheckpointError(
+                    f"{self._file}: tensors {self._infos[name].name!r} and {info.name!r} are the same weight."
+                )
             self._infos[name] = info
         embedding = self._infos.get(EMBEDDING)
         if embedding is not None and len(embedding.shape) == 2 and embedding.shape[0] != config.vocab_size:
@@ -118,17 +147,22 @@ class GGUFCheckpoint:
                 f"{self._file}: tensor 'token_embd.weight' has {embedding.shape[0]} rows, "
                 f"but tokenizer.ggml.tokens lists {config.vocab_size} tokens."
             )
-        check_tensors(config, {name: (self._file, info.name, info.shape) for name, info in self._infos.items()})
+        check_tensors(
+            config, {name: (self._file, info.name, info.shape) for name, info in self._infos.items()}
+        )
         require_complete(config, self._infos, self._file)
         check_vocabulary(metadata, self._file)
         return replace(config, tie_word_embeddings=self._is_tied())
 
     def _require_dequantizable(self) -> None:
-        """Ask for each type of the file once, on a block of zeros, so that an unknown one is refused before loading."""
+        """Ask for each type of the file once, on a block of zeros, so that an unknown one is refused before
+        loading."""
         first = {info.quantization: info.name for info in reversed(self._header.tensors.values())}
         for quantization, name in first.items():
             try:
-                package_dequantize(np.zeros((1, GGML_QUANT_SIZES[quantization][1]), dtype=np.uint8), quantization)
+                package_dequantize(
+                    np.zeros((1, GGML_QUANT_SIZES[quantization][1]), dtype=np.uint8), quantization
+                )
             except NotImplementedError:
                 raise CheckpointError(
                     f"{self._file}: tensor {name!r} has type {quantization.name}, which cannot be dequantised; "
@@ -140,7 +174,9 @@ class GGUFCheckpoint:
         head, embedding = self._infos.get(HEAD), self._infos[EMBEDDING]
         if head is None:
             return True
-        return head.quantization == embedding.quantization and np.array_equal(self._raw(head), self._raw(embedding))
+        return head.quantization == embedding.quantization and np.array_equal(
+            self._raw(head), self._raw(embedding)
+        )
 
     @cached_property
     def fingerprint(self) -> str:
@@ -148,10 +184,13 @@ class GGUFCheckpoint:
 
     @cached_property
     def tokenizer_file(self) -> Path:
-        # The tokenizer depends on the header alone, so its bytes are the identity: the same file elsewhere hits the same entry.
+        # The tokenizer depends on the header alone, so its bytes are the identity: the same file elsewhere
+        # hits the same entry.
         key = hashlib.sha256(CONVERTER_VERSION.encode() + self._header_bytes()).hexdigest()[:24]
         return cached_tokenizer(
-            key, lambda: build_tokenizer_json(self._header.metadata, self._file, progress=self._progress), self._cache_dir
+            key,
+            lambda: build_tokenizer_json(self._header.metadata, self._file, progress=self._progress),
+            self._cache_dir,
         )
 
     @property
@@ -174,7 +213,9 @@ class GGUFCheckpoint:
         hidden = None if self._progress else True  # None: shown on a terminal only
         with (
             ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="dequantize") as threads,
-            tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=hidden, leave=False) as bar,
+            tqdm(
+                total=total, unit="B", unit_scale=True, desc="Loading weights", disable=hidden, leave=False
+            ) as bar,
         ):
             for name in expected_shapes(self.config):
                 info = self._infos[name]
@@ -189,7 +230,9 @@ class GGUFCheckpoint:
         raw = self._raw(info).reshape(math.prod(info.shape[:-1]), -1)
         tensor, is_finite = dequantize_rows(raw, info.quantization, columns, threads)
         if not is_finite:
-            raise CheckpointError(f"{self._file}: tensor {info.name!r} holds values that are not finite; the file is damaged.")
+            raise CheckpointError(
+                f"{self._file}: tensor {info.name!r} holds values that are not finite; the file is damaged."
+            )
         tensor = tensor.view(info.shape)
         return tensor.sub_(1.0) if subtract_one else tensor
 
@@ -227,16 +270,30 @@ def _join(files: Sequence[Path]) -> Bytes:
 
 
 def _map_one_after_the_other(files: Sequence[Path], sizes: Sequence[int]) -> Bytes:
-    """The parts as one range of memory that is read when it is needed. Each but the last is a whole number of pages."""
-    whole = mmap.mmap(-1, sum(sizes))  # keeps the addresses, and gives all of them back when the last reference goes
+    """The parts as one range of memory that is read when it is needed. Each but the last is a whole number of
+    pages."""
+    whole = mmap.mmap(
+        -1, sum(sizes)
+    )  # keeps the addresses, and gives all of them back when the last reference goes
     data = np.frombuffer(whole, dtype=np.uint8)
     map_at = ctypes.CDLL(None, use_errno=True).mmap
-    map_at.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    map_at.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    )
     map_at.restype = ctypes.c_void_p
     address = data.ctypes.data
     for file, size in zip(files, sizes, strict=True):
         with file.open("rb") as stream:
-            if size and map_at(address, size, mmap.PROT_READ, mmap.MAP_PRIVATE | _MAP_FIXED, stream.fileno(), 0) != address:
+            if (
+                size
+                and map_at(address, size, mmap.PROT_READ, mmap.MAP_PRIVATE | _MAP_FIXED, stream.fileno(), 0)
+                != address
+            ):
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         address += size
     data.flags.writeable = False

@@ -1,8 +1,10 @@
-"""Strict, bounded parser of a GGUF header (versions 2 and 3, little endian): metadata and the table of tensors, no tensor data.
+"""Strict, bounded parser of a GGUF header (versions 2 and 3, little endian): metadata and the table of
+tensors, no tensor data.
 
-The file is hostile until proven otherwise. Every count, length and offset is checked against the bytes that are left before
-anything is allocated, and counts have caps far beyond every real file, so that a damaged header ends in a CheckpointError naming
-file and field, in time and memory bounded by the size of the file. Imports no torch.
+The file is hostile until proven otherwise. Every count, length and offset is checked against the bytes that
+are left before anything is allocated, and counts have caps far beyond every real file, so that a damaged
+header ends in a CheckpointError naming file and field, in time and memory bounded by the size of the file.
+Imports no torch.
 """
 
 import struct
@@ -51,7 +53,8 @@ _Enum = TypeVar("_Enum", GGUFValueType, GGMLQuantizationType)
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of the file. ``shape`` is row-major, as in torch; the last axis holds whole quantisation blocks."""
+    """One tensor of the file. ``shape`` is row-major, as in torch; the last axis holds whole quantisation
+    blocks."""
 
     name: str
     shape: tuple[int, ...]
@@ -91,7 +94,9 @@ class _Parser:
         version = self.uint32("version")
         if version not in SUPPORTED_VERSIONS:
             hint = ", big endian" if version & 0xFFFF == 0 and version else ""
-            raise self.error(f"GGUF version {version}{hint} is not supported; supported are 2 and 3, little endian")
+            raise self.error(
+                f"GGUF version {version}{hint} is not supported; supported are 2 and 3, little endian"
+            )
         num_tensors = self.count("number of tensors", MAX_TENSORS, smallest=25)
         num_entries = self.count("number of metadata entries", MAX_METADATA_ENTRIES, smallest=13)
         metadata: dict[str, Any] = {}
@@ -101,21 +106,30 @@ class _Parser:
                 raise self.error(f"metadata key {key!r:.80} stands twice")
             metadata[key] = self.value(key)
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-        power_of_two = type(alignment) is int and 1 <= alignment <= MAX_ALIGNMENT and alignment & (alignment - 1) == 0
+        power_of_two = (
+            type(alignment) is int and 1 <= alignment <= MAX_ALIGNMENT and alignment & (alignment - 1) == 0
+        )
         if not power_of_two:
-            raise self.error(f"general.alignment must be a power of two in 1..{MAX_ALIGNMENT}, not {alignment!r:.80}")
+            raise self.error(
+                f"general.alignment must be a power of two in 1..{MAX_ALIGNMENT}, not {alignment!r:.80}"
+            )
         infos = [self.tensor_info() for _ in range(num_tensors)]
         header_bytes = self.position
         data_start = -(-header_bytes // alignment) * alignment
-        return GGUFHeader(version, metadata, self.place(infos, data_start, alignment), header_bytes, data_start)
+        return GGUFHeader(
+            version, metadata, self.place(infos, data_start, alignment), header_bytes, data_start
+        )
 
     def place(self, infos: list[TensorInfo], data_start: int, alignment: int) -> dict[str, TensorInfo]:
-        """Turn relative offsets into absolute ones; every tensor lies inside the file and none overlaps another."""
+        """Turn relative offsets into absolute ones; every tensor lies inside the file and none overlaps
+        another."""
         tensors: dict[str, TensorInfo] = {}
         for info in infos:
             start = data_start + info.start
             if info.start % alignment:
-                raise self.error(f"tensor {info.name!r}: offset {info.start} is not a multiple of the alignment {alignment}")
+                raise self.error(
+                    f"tensor {info.name!r}: offset {info.start} is not a multiple of the alignment {alignment}"
+                )
             if start + info.num_bytes > self.size:
                 raise self.error(
                     f"tensor {info.name!r}: its data ends at byte {start + info.num_bytes}, but the file has {self.size}; "
@@ -149,7 +163,9 @@ class _Parser:
             raise self.error(f"{label}: the block size of type {quantization.name} is not known")
         block_elements, block_bytes = GGML_QUANT_SIZES[quantization]
         if dimensions[0] % block_elements:
-            raise self.error(f"{label}: rows of {dimensions[0]} are not whole blocks of {quantization.name} ({block_elements})")
+            raise self.error(
+                f"{label}: rows of {dimensions[0]} are not whole blocks of {quantization.name} ({block_elements})"
+            )
         num_bytes = num_elements // block_elements * block_bytes
         return TensorInfo(name, tuple(reversed(dimensions)), quantization, offset, num_bytes)
 
@@ -164,7 +180,8 @@ class _Parser:
         value = np.frombuffer(raw, dtype=_SCALARS[value_type])[0]
         if value_type is GGUFValueType.BOOL:
             return bool(value)
-        # 1e-6 stored in float32 reads as 1e-6, not as 9.999999974752427e-07: the shortest decimal of that float32.
+        # 1e-6 stored in float32 reads as 1e-6, not as 9.999999974752427e-07: the shortest decimal of that
+        # float32.
         return float(str(value)) if value_type is GGUFValueType.FLOAT32 else value.item()
 
     def array(self, label: str) -> Any:
@@ -195,7 +212,9 @@ class _Parser:
                     raise self.error(f"{label}: the file ends inside it")
                 position = start + unpack(buffer, position)[0]
                 if position > size or position - start > MAX_STRING_BYTES:
-                    raise self.error(f"{label}: element {len(values)} has the impossible length {position - start}")
+                    raise self.error(
+                        f"{label}: element {len(values)} has the impossible length {position - start}"
+                    )
                 append(str(buffer[start:position], "utf-8"))
         except UnicodeDecodeError:
             raise self.error(f"{label}: element {len(values)} is not valid UTF-8") from None
@@ -203,10 +222,12 @@ class _Parser:
         return values
 
     def short_strings(self, length: int) -> list[str] | None:
-        """The same for a vocabulary of 262,144 tokens, several times faster. None: the strings are not what is assumed here.
+        """The same for a vocabulary of 262,144 tokens, several times faster. None: the strings are not what
+        is assumed here.
 
-        A string shorter than 256 bytes stands behind a byte for its length and seven zeros, and text holds no zeros. So zeros
-        show where each string begins, and that all of them follow one another without a gap proves it.
+        A string shorter than 256 bytes stands behind a byte for its length and seven zeros, and text holds no
+        zeros. So zeros show where each string begins, and that all of them follow one another without a gap
+        proves it.
         """
         if length < SHORTEST_QUICK_ARRAY:
             return None
@@ -215,7 +236,9 @@ class _Parser:
         two = is_zero[:-1] & is_zero[1:]
         four = two[:-2] & two[2:]
         firsts = np.flatnonzero(four[:-3] & four[3:])  # of seven in a row; the byte before is the length
-        starts = np.empty(length + 1, dtype=np.int64)  # of the length of each string, and where the last one ends
+        starts = np.empty(
+            length + 1, dtype=np.int64
+        )  # of the length of each string, and where the last one ends
         if len(firsts) < length or firsts[0] != 1:
             return None
         starts[:-1] = firsts[:length] - 1
@@ -246,10 +269,13 @@ class _Parser:
             raise self.error(f"{label}: not valid UTF-8") from None
 
     def count(self, label: str, limit: int, *, smallest: int) -> int:
-        """A number of things of at least ``smallest`` bytes each, which must fit into what is left of the file."""
+        """A number of things of at least ``smallest`` bytes each, which must fit into what is left of the
+        file."""
         count = self.uint64(label)
         if count > limit or count * smallest > self.size - self.position:
-            raise self.error(f"{label}: {count} is more than the file can hold or than is supported ({limit})")
+            raise self.error(
+                f"{label}: {count} is more than the file can hold or than is supported ({limit})"
+            )
         return count
 
     def member(self, enum: type[_Enum], value: int, label: str) -> _Enum:

@@ -1,12 +1,14 @@
 """Rebuilds a ``tokenizer.json`` from GGUF metadata, equal in its ids to the published Gemma 3 tokenizer.
 
-A GGUF of a SentencePiece model lists tokens, scores and types, but no merges. They follow from the scores: a token can arise from
-every pair of tokens that it splits into, and pairs merge in the order of the token's score (then the longer left part, then the
-longer right part first, then vocabulary order), which is how the published file was made too. Two conventions of GGUF are undone:
-user-defined tokens carry a meaningless score (they merge first) and are written with spaces in place of U+2581.
+A GGUF of a SentencePiece model lists tokens, scores and types, but no merges. They follow from the scores: a
+token can arise from every pair of tokens that it splits into, and pairs merge in the order of the token's
+score (then the longer left part, then the longer right part first, then vocabulary order), which is how the
+published file was made too. Two conventions of GGUF are undone: user-defined tokens carry a meaningless score
+(they merge first) and are written with spaces in place of U+2581.
 
-Token types: 1 normal, 2 unknown, 3 control, 4 user defined, 5 unused, 6 byte. Control tokens become special tokens (Gemma's
-reserved ``<unusedN>`` ones as well, so that they are never shown), user-defined ones become plain added tokens. Imports no torch.
+Token types: 1 normal, 2 unknown, 3 control, 4 user defined, 5 unused, 6 byte. Control tokens become special
+tokens (Gemma's reserved ``<unusedN>`` ones as well, so that they are never shown), user-defined ones become
+plain added tokens. Imports no torch.
 """
 
 import json
@@ -27,11 +29,14 @@ PROGRESS_STEP = 4096
 
 
 def check_vocabulary(metadata: Mapping[str, Any], file: str) -> None:
-    """Refuse, before anything is loaded, a vocabulary that cannot be rebuilt. ``tokenizer.ggml.tokens`` is known to be a list."""
+    """Refuse, before anything is loaded, a vocabulary that cannot be rebuilt. ``tokenizer.ggml.tokens`` is
+    known to be a list."""
     tokens = metadata["tokenizer.ggml.tokens"]
     if metadata.get("tokenizer.ggml.model") != "llama":
         kind = metadata.get("tokenizer.ggml.model")
-        raise CheckpointError(f"{file}: tokenizer.ggml.model is {kind!r:.80}; Gemma 3 files have 'llama' (SentencePiece).")
+        raise CheckpointError(
+            f"{file}: tokenizer.ggml.model is {kind!r:.80}; Gemma 3 files have 'llama' (SentencePiece)."
+        )
     if metadata.get("tokenizer.ggml.add_space_prefix", False) is not False:
         raise CheckpointError(f"{file}: tokenizer.ggml.add_space_prefix is set, which Gemma 3 does not do.")
     for key in ("tokenizer.ggml.scores", "tokenizer.ggml.token_type"):
@@ -41,7 +46,9 @@ def check_vocabulary(metadata: Mapping[str, Any], file: str) -> None:
             raise CheckpointError(f"{file}: {key} is {length}.")
     if not np.isfinite(metadata["tokenizer.ggml.scores"]).all():
         raise CheckpointError(f"{file}: tokenizer.ggml.scores holds values that are not finite.")
-    if not np.isin(metadata["tokenizer.ggml.token_type"], (NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE)).all():
+    if not np.isin(
+        metadata["tokenizer.ggml.token_type"], (NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE)
+    ).all():
         raise CheckpointError(f"{file}: tokenizer.ggml.token_type holds types that are not known.")
     longest = max(map(len, tokens))
     if longest > MAX_TOKEN_CHARACTERS:
@@ -51,7 +58,8 @@ def check_vocabulary(metadata: Mapping[str, Any], file: str) -> None:
 
 
 def build_tokenizer_json(metadata: Mapping[str, Any], file: str, *, progress: bool) -> str:
-    """The text of a tokenizer.json for the ``tokenizers`` library. ``file`` names the GGUF in errors (CheckpointError)."""
+    """The text of a tokenizer.json for the ``tokenizers`` library. ``file`` names the GGUF in errors
+    (CheckpointError)."""
     check_vocabulary(metadata, file)
     types: list[int] = metadata["tokenizer.ggml.token_type"].tolist()
     scores: list[float] = metadata["tokenizer.ggml.scores"].tolist()
@@ -85,7 +93,12 @@ def build_tokenizer_json(metadata: Mapping[str, Any], file: str, *, progress: bo
         "padding": None,
         "added_tokens": added,
         "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
-        "pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False},
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"String": " "},
+            "behavior": "MergedWithPrevious",
+            "invert": False,
+        },
         "post_processor": _post_processor(metadata, tokens, file),
         "decoder": {
             "type": "Sequence",
@@ -118,7 +131,11 @@ def _merges(
     found: list[tuple[float, int, int, str, str]] = []
     get = vocabulary.get
     with tqdm(
-        total=len(tokens), unit="token", desc="Converting tokenizer", disable=None if progress else True, leave=False
+        total=len(tokens),
+        unit="token",
+        desc="Converting tokenizer",
+        disable=None if progress else True,
+        leave=False,
     ) as bar:
         for token_id, token in enumerate(tokens):
             if token_id % PROGRESS_STEP == 0:

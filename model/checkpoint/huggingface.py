@@ -1,12 +1,16 @@
-"""A checkpoint in a Hugging Face folder: config.json, tokenizer.json, and model.safetensors or shards with an index. Everything
-is checked from JSON and safetensors headers before a weight is read; nothing in the folder is executed.
+"""A checkpoint in a Hugging Face folder: config.json, tokenizer.json, and model.safetensors or shards with an
+index. Everything is checked from JSON and safetensors headers before a weight is read; nothing in the folder
+is executed.
 
 Which files say what:
-- the index, where there is one, decides per tensor which shard is read; every tensor of a listed shard must stand in it.
-- the stop set is the union of eos_token_id in config.json (outer and text level) and generation_config.json, and
+- the index, where there is one, decides per tensor which shard is read; every tensor of a listed shard must
+  stand in it.
+- the stop set is the union of eos_token_id in config.json (outer and text level) and generation_config.json,
+  and
   ``<end_of_turn>`` if the tokenizer has it: the same set that a GGUF of the same model gets.
 - the chat template is chat_template.jinja, else chat_template.json, else the one in tokenizer_config.json.
-- a tensor that is not part of the text model is an error, except those of the vision tower and projector, which are skipped.
+- a tensor that is not part of the text model is an error, except those of the vision tower and projector,
+  which are skipped.
 """
 
 import logging
@@ -30,7 +34,12 @@ from model.checkpoint.base import (
     require_complete,
     sampled_fingerprint,
 )
-from model.checkpoint.safetensors_header import DTYPE_BYTES, StoredTensor, read_json_object, read_safetensors_header
+from model.checkpoint.safetensors_header import (
+    DTYPE_BYTES,
+    StoredTensor,
+    read_json_object,
+    read_safetensors_header,
+)
 from model.config.formats import token_id_list
 from model.config.gemma3_config import Gemma3Config
 from model.interface.errors import CheckpointError, ConfigError
@@ -47,7 +56,12 @@ MAX_JSON_BYTES = 1 << 26
 COMPARE_ROWS = 1 << 14
 
 _TEXT_PREFIXES = ("language_model.model.", "model.language_model.", "model.")
-_VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+_VISION_PREFIXES = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _ADDED_TOKEN = re.compile(rb'"id"\s*:\s*(\d{1,9})\s*,\s*"content"\s*:\s*"<end_of_turn>"')
@@ -84,7 +98,10 @@ class HuggingFaceCheckpoint:
         }
         config = self._parse_config(read_json_object(config_bytes, str(folder / "config.json")), generation)
         self._collect_tensors()
-        check_tensors(config, {key: (str(stored.file), stored.name, stored.shape) for key, stored in self._tensors.items()})
+        check_tensors(
+            config,
+            {key: (str(stored.file), stored.name, stored.shape) for key, stored in self._tensors.items()},
+        )
         require_complete(config, self._tensors, str(folder))
         self._check_dtypes()
         self.config = replace(config, tie_word_embeddings=self._is_tied(config))
@@ -99,7 +116,9 @@ class HuggingFaceCheckpoint:
             config = config.with_eos_token_ids(token_id_list(generation, "eos_token_id"))
         except ConfigError as error:
             raise ConfigError(f"{self._folder / 'generation_config.json'}: {error}") from error
-        return config.with_eos_token_ids(token_id for token_id in self._end_of_turn() if token_id < config.vocab_size)
+        return config.with_eos_token_ids(
+            token_id for token_id in self._end_of_turn() if token_id < config.vocab_size
+        )
 
     @property
     def tokenizer_file(self) -> Path:
@@ -109,12 +128,15 @@ class HuggingFaceCheckpoint:
         return path
 
     def _end_of_turn(self) -> list[int]:
-        """The id of ``<end_of_turn>``, from the tokenizer's text: parsing its 33 MB takes seconds, finding one entry none."""
+        """The id of ``<end_of_turn>``, from the tokenizer's text: parsing its 33 MB takes seconds, finding
+        one entry none."""
         content = self._read(TOKENIZER_FILE)
         if content is None:
             return []
         if not (content.lstrip()[:1] == b"{" and content.rstrip()[-1:] == b"}"):
-            raise CheckpointError(f"{self.tokenizer_file}: is not a whole JSON object; the file is damaged, fetch it again.")
+            raise CheckpointError(
+                f"{self.tokenizer_file}: is not a whole JSON object; the file is damaged, fetch it again."
+            )
         if END_OF_TURN.encode() not in content:
             return []
         if (match := _ADDED_TOKEN.search(content)) is not None:
@@ -122,7 +144,11 @@ class HuggingFaceCheckpoint:
         parsed = read_json_object(content, str(self.tokenizer_file))
         added = parsed.get("added_tokens")
         entries = [entry for entry in added if isinstance(entry, dict)] if isinstance(added, list) else []
-        return [entry["id"] for entry in entries if entry.get("content") == END_OF_TURN and isinstance(entry.get("id"), int)]
+        return [
+            entry["id"]
+            for entry in entries
+            if entry.get("content") == END_OF_TURN and isinstance(entry.get("id"), int)
+        ]
 
     def _collect_tensors(self) -> None:
         skipped = 0
@@ -137,7 +163,11 @@ class HuggingFaceCheckpoint:
                 )
             self._tensors[name] = stored
         if skipped:
-            logger.info("%s: skipping %d tensors of the vision tower and projector; only text is served", self._folder, skipped)
+            logger.info(
+                "%s: skipping %d tensors of the vision tower and projector; only text is served",
+                self._folder,
+                skipped,
+            )
 
     def _stored_tensors(self) -> Iterator[StoredTensor]:
         index = self._json(INDEX_FILE)
@@ -148,13 +178,17 @@ class HuggingFaceCheckpoint:
             return
         where = self._folder / INDEX_FILE
         weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        if not isinstance(weight_map, dict) or not all(
+            isinstance(shard, str) for shard in weight_map.values()
+        ):
             raise CheckpointError(f"{where}: weight_map must map tensor names to file names.")
         shards = {shard: self._header(self._shard_path(shard)) for shard in sorted(set(weight_map.values()))}
         for shard, tensors in shards.items():
             for name in tensors:
                 if name not in weight_map:
-                    raise CheckpointError(f"{self._folder / shard}: tensor {name!r:.200} is not listed in {INDEX_FILE}.")
+                    raise CheckpointError(
+                        f"{self._folder / shard}: tensor {name!r:.200} is not listed in {INDEX_FILE}."
+                    )
         for name, shard in weight_map.items():
             if name not in shards[shard]:
                 raise CheckpointError(
@@ -165,7 +199,13 @@ class HuggingFaceCheckpoint:
     def _shard_path(self, shard: str) -> Path:
         """Only a plain relative path inside the folder, with the suffix of the one format that is read."""
         pure = PurePosixPath(shard)
-        if pure.is_absolute() or ".." in pure.parts or "\\" in shard or "\0" in shard or pure.suffix != ".safetensors":
+        if (
+            pure.is_absolute()
+            or ".." in pure.parts
+            or "\\" in shard
+            or "\0" in shard
+            or pure.suffix != ".safetensors"
+        ):
             raise CheckpointError(
                 f"{self._folder / INDEX_FILE}: {shard!r:.200} is not the name of a .safetensors file inside the folder."
             )
@@ -180,7 +220,9 @@ class HuggingFaceCheckpoint:
         return tensors
 
     def _no_weights(self) -> CheckpointError:
-        pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in self._folder.glob(pattern))
+        pickles = sorted(
+            path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in self._folder.glob(pattern)
+        )
         if pickles:
             return CheckpointError(
                 f"{self._folder / pickles[0]}: pickled weights can execute code and are not read; convert them to safetensors."
@@ -214,7 +256,9 @@ class HuggingFaceCheckpoint:
         import torch
 
         with ExitStack() as stack:
-            left, right = (self._open(stack, stored.file).get_slice(stored.name) for stored in (head, embedding))
+            left, right = (
+                self._open(stack, stored.file).get_slice(stored.name) for stored in (head, embedding)
+            )
             return all(
                 torch.equal(left[start : start + COMPARE_ROWS], right[start : start + COMPARE_ROWS])
                 for start in range(0, head.shape[0], COMPARE_ROWS)
@@ -245,7 +289,9 @@ class HuggingFaceCheckpoint:
         hidden = None if self._progress else True  # None: shown on a terminal only
         with (
             ExitStack() as stack,
-            tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=hidden, leave=False) as bar,
+            tqdm(
+                total=total, unit="B", unit_scale=True, desc="Loading weights", disable=hidden, leave=False
+            ) as bar,
         ):
             opened: dict[Path, Any] = {}
             for name in names:
@@ -255,7 +301,9 @@ class HuggingFaceCheckpoint:
                 try:
                     tensor = opened[stored.file].get_tensor(stored.name)
                 except SafetensorError as error:
-                    raise CheckpointError(f"{stored.file}: tensor {stored.name!r} cannot be read: {error}.") from error
+                    raise CheckpointError(
+                        f"{stored.file}: tensor {stored.name!r} cannot be read: {error}."
+                    ) from error
                 yield name, tensor
                 bar.update(stored.num_bytes)
 
@@ -274,13 +322,17 @@ class HuggingFaceCheckpoint:
             try:
                 return content.decode("utf-8")
             except UnicodeDecodeError as error:
-                raise CheckpointError(f"{self._folder / 'chat_template.jinja'}: is not valid UTF-8.") from error
+                raise CheckpointError(
+                    f"{self._folder / 'chat_template.jinja'}: is not valid UTF-8."
+                ) from error
         for file in ("chat_template.json", "tokenizer_config.json"):
             template = (self._json(file) or {}).get("chat_template")
             if isinstance(template, str):
                 return template
             if isinstance(template, list):  # several named ones
-                named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+                named = {
+                    entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)
+                }
                 if isinstance(named.get("default"), str):
                     return str(named["default"])
         return None
@@ -294,7 +346,9 @@ class HuggingFaceCheckpoint:
         path = self._folder / name
         try:
             if path.stat().st_size > MAX_JSON_BYTES:
-                raise CheckpointError(f"{path}: is larger than {MAX_JSON_BYTES >> 20} MiB, which is not plausible.")
+                raise CheckpointError(
+                    f"{path}: is larger than {MAX_JSON_BYTES >> 20} MiB, which is not plausible."
+                )
             return path.read_bytes()
         except FileNotFoundError:
             return None

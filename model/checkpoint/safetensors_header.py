@@ -1,5 +1,6 @@
-"""Bounded reader of safetensors headers: which tensors a file holds, in which type and shape, and that their data lies inside the
-file. No data is read. Damage ends in a CheckpointError naming file and tensor. Imports no torch.
+"""Bounded reader of safetensors headers: which tensors a file holds, in which type and shape, and that their
+data lies inside the file. No data is read. Damage ends in a CheckpointError naming file and tensor. Imports
+no torch.
 """
 
 import json
@@ -38,7 +39,8 @@ def read_json_object(content: bytes, where: str) -> dict[str, Any]:
 
 
 def read_safetensors_header(file: Path) -> tuple[bytes, dict[str, StoredTensor]]:
-    """The raw header and the tensors of a file. Types are not judged here: a tensor that is skipped may have any."""
+    """The raw header and the tensors of a file. Types are not judged here: a tensor that is skipped may have
+    any."""
     size, header = _raw_header(file)
     data_bytes = size - 8 - len(header)
     tensors: dict[str, StoredTensor] = {}
@@ -71,7 +73,9 @@ def _raw_header(file: Path) -> tuple[int, bytes]:
             prefix = stream.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-                raise CheckpointError(f"{file}: is not a safetensors file, or it is truncated ({size} bytes).")
+                raise CheckpointError(
+                    f"{file}: is not a safetensors file, or it is truncated ({size} bytes)."
+                )
             return size, stream.read(length)
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}.") from error

@@ -1,6 +1,7 @@
-"""Keeps converted tokenizers on disk. An entry is one file whose name holds the key of its source and the SHA-256 of its own
-content: it is written under another name and moved into place, so it is whole or absent, and damage is noticed and repaired. A
-cache that cannot be written costs a warning, never the start. Imports no torch.
+"""Keeps converted tokenizers on disk. An entry is one file whose name holds the key of its source and the
+SHA-256 of its own content: it is written under another name and moved into place, so it is whole or absent,
+and damage is noticed and repaired. A cache that cannot be written costs a warning, never the start. Imports
+no torch.
 """
 
 import atexit
@@ -24,7 +25,8 @@ LEFT_OVER_SECONDS = 600.0
 
 
 def cached_tokenizer(key: str, build: Callable[[], str], cache_dir: Path) -> Path:
-    """The cached file of ``key``, or a new one from ``build``. A cache that cannot be written is replaced by a temporary file."""
+    """The cached file of ``key``, or a new one from ``build``. A cache that cannot be written is replaced by
+    a temporary file."""
     folder = cache_dir / "tokenizers"
     found = _find(folder, key)
     if found is not None:
@@ -73,7 +75,9 @@ def _write(folder: Path, key: str, content: bytes) -> Path:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(name, 0o644)  # mkstemp makes it private; a cache filled by an image or another user must be readable
+        os.chmod(
+            name, 0o644
+        )  # mkstemp makes it private; a cache filled by an image or another user must be readable
         os.replace(name, target)
     except BaseException:
         Path(name).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Reads the spellings that a Gemma 3 configuration comes in: Hugging Face ``config.json`` (flat or nested, old and new keys) and
-GGUF metadata. Both give the same fields of ``Gemma3Config``. What is not understood is refused with a ConfigError that names the
-key; nothing is guessed silently. A ``torch_dtype`` is not read: it says how weights are stored, not how they are run.
-Imports no torch.
+"""Reads the spellings that a Gemma 3 configuration comes in: Hugging Face ``config.json`` (flat or nested,
+old and new keys) and GGUF metadata. Both give the same fields of ``Gemma3Config``. What is not understood is
+refused with a ConfigError that names the key; nothing is guessed silently. A ``torch_dtype`` is not read: it
+says how weights are stored, not how they are run. Imports no torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,8 @@ HF_DEFAULTS: Mapping[str, Any] = {
     "eos_token_id": 1,
 }
 
-# Upper bounds far beyond every real size, so that a hostile header is refused before it makes anything loop or allocate.
+# Upper bounds far beyond every real size, so that a hostile header is refused before it makes anything loop
+# or allocate.
 LIMITS: Mapping[str, int] = {
     "vocab_size": 1 << 24,
     "hidden_size": 1 << 16,
@@ -50,11 +51,14 @@ GGUF_27B_BLOCK_COUNT = 62
 
 
 def layer_pattern(num_hidden_layers: int, pattern: int) -> tuple[bool, ...]:
-    """True for global layers: every ``pattern``-th one; a remainder is a prefix of the pattern, never an extra global layer."""
+    """True for global layers: every ``pattern``-th one; a remainder is a prefix of the pattern, never an
+    extra global layer."""
     if pattern < 1:
         raise ConfigError(f"The sliding window pattern must be at least 1, not {pattern}.")
     if not 1 <= num_hidden_layers <= LIMITS["num_hidden_layers"]:
-        raise ConfigError(f"num_hidden_layers must lie in 1..{LIMITS['num_hidden_layers']}, not {num_hidden_layers}.")
+        raise ConfigError(
+            f"num_hidden_layers must lie in 1..{LIMITS['num_hidden_layers']}, not {num_hidden_layers}."
+        )
     return tuple((layer + 1) % pattern == 0 for layer in range(num_hidden_layers))
 
 
@@ -74,7 +78,10 @@ def hf_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
         _require_understood(text)
     fields = {**HF_DEFAULTS, **{key: value for key, value in text.items() if value is not None}}
     rope_theta, rope_local_theta, factor = _hf_rope(fields)
-    eos = (*token_id_list(fields, "eos_token_id"), *token_id_list({"eos_token_id": outer_eos}, "eos_token_id"))
+    eos = (
+        *token_id_list(fields, "eos_token_id"),
+        *token_id_list({"eos_token_id": outer_eos}, "eos_token_id"),
+    )
     return {
         "vocab_size": integer(fields, "vocab_size"),
         "hidden_size": integer(fields, "hidden_size"),
@@ -106,14 +113,19 @@ def gguf_fields(metadata: Mapping[str, Any]) -> dict[str, Any]:
     prefix = "gemma3."
     for key in ("final_logit_softcapping", "attn_logit_softcapping"):
         if metadata.get(prefix + key):
-            raise ConfigError(f"{prefix}{key} is set; Gemma 3 has no soft-cap, so this file is not understood.")
+            raise ConfigError(
+                f"{prefix}{key} is set; Gemma 3 has no soft-cap, so this file is not understood."
+            )
     num_layers = integer(metadata, prefix + "block_count")
     heads = integer(metadata, prefix + "attention.head_count")
     hidden = integer(metadata, prefix + "embedding_length")
     head_dim = integer(metadata, prefix + "attention.key_length")
     if (
         integer(
-            {"value_length": head_dim, **_renamed(metadata, prefix + "attention.value_length", "value_length")},
+            {
+                "value_length": head_dim,
+                **_renamed(metadata, prefix + "attention.value_length", "value_length"),
+            },
             "value_length",
         )
         != head_dim
@@ -124,10 +136,17 @@ def gguf_fields(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "freq_base_swa": DEFAULT_ROPE_LOCAL_THETA,
         "scaling.factor": 1.0,
     }
-    rope = {key: number({key: metadata.get(f"{prefix}rope.{key}", default)}, key) for key, default in optional.items()}
-    scaling_type = metadata.get(prefix + "rope.scaling.type", "linear" if prefix + "rope.scaling.factor" in metadata else "none")
+    rope = {
+        key: number({key: metadata.get(f"{prefix}rope.{key}", default)}, key)
+        for key, default in optional.items()
+    }
+    scaling_type = metadata.get(
+        prefix + "rope.scaling.type", "linear" if prefix + "rope.scaling.factor" in metadata else "none"
+    )
     if scaling_type not in ("none", "linear"):
-        raise ConfigError(f"{prefix}rope.scaling.type is {scaling_type!r}; only 'none' and 'linear' are supported.")
+        raise ConfigError(
+            f"{prefix}rope.scaling.type is {scaling_type!r}; only 'none' and 'linear' are supported."
+        )
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, Sequence) or isinstance(tokens, str):
         raise ConfigError("tokenizer.ggml.tokens is missing or not a list of strings.")
@@ -163,15 +182,21 @@ _GGUF_EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", 
 def integer(fields: Mapping[str, Any], key: str) -> int:
     value = fields.get(key)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{key} is missing." if value is None else f"{key} must be an integer, not {value!r:.80}.")
+        raise ConfigError(
+            f"{key} is missing." if value is None else f"{key} must be an integer, not {value!r:.80}."
+        )
     return value
 
 
 def number(fields: Mapping[str, Any], key: str) -> float:
     value = fields.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{key} is missing." if value is None else f"{key} must be a number, not {value!r:.80}.")
-    return float(value) if abs(value) < 1e30 else float("inf")  # an int too big for a float is refused by the range check
+        raise ConfigError(
+            f"{key} is missing." if value is None else f"{key} must be a number, not {value!r:.80}."
+        )
+    return (
+        float(value) if abs(value) < 1e30 else float("inf")
+    )  # an int too big for a float is refused by the range check
 
 
 def boolean(fields: Mapping[str, Any], key: str) -> bool:
@@ -195,10 +220,14 @@ def _renamed(metadata: Mapping[str, Any], key: str, name: str) -> dict[str, Any]
 def _require_understood(raw: Mapping[str, Any]) -> None:
     model_type = raw.get("model_type")
     if model_type is not None and model_type not in HF_MODEL_TYPES:
-        raise ConfigError(f"model_type {model_type!r:.80} is not supported; supported are {', '.join(HF_MODEL_TYPES)}.")
+        raise ConfigError(
+            f"model_type {model_type!r:.80} is not supported; supported are {', '.join(HF_MODEL_TYPES)}."
+        )
     architectures = raw.get("architectures") or []
     if not isinstance(architectures, list) or any(name not in HF_ARCHITECTURES for name in architectures):
-        raise ConfigError(f"architectures {architectures!r:.80} is not supported; supported are {', '.join(HF_ARCHITECTURES)}.")
+        raise ConfigError(
+            f"architectures {architectures!r:.80} is not supported; supported are {', '.join(HF_ARCHITECTURES)}."
+        )
     if model_type is None and not architectures:
         raise ConfigError(
             "The configuration names neither model_type nor architectures, so the model is not known to be a Gemma 3."
@@ -211,17 +240,22 @@ def _require_understood(raw: Mapping[str, Any]) -> None:
         "quantization_config",
     ):
         if raw.get(key):
-            raise ConfigError(f"{key} is set to {raw[key]!r:.80}, which is not supported for Gemma 3 text models.")
+            raise ConfigError(
+                f"{key} is set to {raw[key]!r:.80}, which is not supported for Gemma 3 text models."
+            )
     for key in ("hidden_activation", "hidden_act"):
         if raw.get(key) not in (None, "gelu_pytorch_tanh"):
             raise ConfigError(f"{key} {raw[key]!r:.80} is not supported; Gemma 3 uses 'gelu_pytorch_tanh'.")
 
 
 def _hf_layers(fields: Mapping[str, Any]) -> tuple[bool, ...]:
-    """layer_types wins, else sliding_window_pattern, else _sliding_window_pattern, else every sixth layer is global."""
+    """layer_types wins, else sliding_window_pattern, else _sliding_window_pattern, else every sixth layer is
+    global."""
     layer_types = fields.get("layer_types")
     if layer_types is None:
-        key = next((name for name in ("sliding_window_pattern", "_sliding_window_pattern") if name in fields), None)
+        key = next(
+            (name for name in ("sliding_window_pattern", "_sliding_window_pattern") if name in fields), None
+        )
         pattern = DEFAULT_PATTERN if key is None else integer(fields, key)
         return layer_pattern(integer(fields, "num_hidden_layers"), pattern)
     names = ("sliding_attention", "full_attention")
@@ -231,7 +265,8 @@ def _hf_layers(fields: Mapping[str, Any]) -> tuple[bool, ...]:
 
 
 def _hf_rope(fields: Mapping[str, Any]) -> tuple[float, float, float]:
-    """(global base, local base, factor of the global layers) of both spellings; a base inside rope_parameters wins."""
+    """(global base, local base, factor of the global layers) of both spellings; a base inside rope_parameters
+    wins."""
     theta, local_theta = number(fields, "rope_theta"), number(fields, "rope_local_base_freq")
     by_layer: dict[str, Mapping[str, Any]] = {"full_attention": {}, "sliding_attention": {}}
     for key in ("rope_scaling", "rope_parameters"):
@@ -245,7 +280,9 @@ def _hf_rope(fields: Mapping[str, Any]) -> tuple[float, float, float]:
         elif key == "rope_scaling" or not value:
             by_layer["full_attention"] = value
         else:
-            raise ConfigError("rope_parameters must be keyed by layer type (full_attention, sliding_attention).")
+            raise ConfigError(
+                "rope_parameters must be keyed by layer type (full_attention, sliding_attention)."
+            )
     factors = {name: _rope_factor(inner, name) for name, inner in by_layer.items()}
     if factors["sliding_attention"] != 1.0:
         raise ConfigError("rope_parameters.sliding_attention: scaling of the local layers is not supported.")
@@ -259,14 +296,17 @@ def _rope_factor(parameters: Mapping[str, Any], name: str) -> float:
         raise ConfigError(f"The RoPE parameters of {name} must be an object.")
     rope_type = parameters.get("rope_type", parameters.get("type", "default"))
     if rope_type not in ("default", "linear"):
-        raise ConfigError(f"RoPE type {rope_type!r:.80} is not supported; supported are 'default' and 'linear'.")
+        raise ConfigError(
+            f"RoPE type {rope_type!r:.80} is not supported; supported are 'default' and 'linear'."
+        )
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError("partial_rotary_factor is not supported; Gemma 3 rotates the whole head.")
     return number(parameters, "factor") if rope_type == "linear" else 1.0
 
 
 def _gguf_layers(pattern: Any, num_layers: int) -> tuple[bool, ...]:
-    """The published files hold no pattern. One that does holds a period, or a flag per layer that is true for local layers."""
+    """The published files hold no pattern. One that does holds a period, or a flag per layer that is true for
+    local layers."""
     if pattern is None or isinstance(pattern, int):
         return layer_pattern(num_layers, DEFAULT_PATTERN if pattern is None else int(pattern))
     flags = [bool(flag) for flag in pattern]

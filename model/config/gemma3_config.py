@@ -1,5 +1,6 @@
-"""The one frozen description of a Gemma 3 text model, and the published sizes. Every spelling of a configuration (config_formats)
-is parsed into it once; what is not consistent is refused with a ConfigError that names the field. Imports no torch.
+"""The one frozen description of a Gemma 3 text model, and the published sizes. Every spelling of a
+configuration (config_formats) is parsed into it once; what is not consistent is refused with a ConfigError
+that names the field. Imports no torch.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +22,8 @@ from model.interface.kv_cache_spec import KVCacheSpec
 
 @dataclass(frozen=True)
 class Gemma3Config:
-    """Shape and constants of one model. RoPE scaling (linear, positions divided by the factor) holds on global layers only."""
+    """Shape and constants of one model. RoPE scaling (linear, positions divided by the factor) holds on
+    global layers only."""
 
     vocab_size: int  # rows of the embedding; may exceed the tokenizer's
     hidden_size: int
@@ -59,13 +61,21 @@ class Gemma3Config:
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary embeddings, not {self.head_dim}.")
-        for name in ("rope_theta", "rope_local_theta", "rope_scaling_factor", "query_pre_attn_scalar", "rms_norm_eps"):
+        for name in (
+            "rope_theta",
+            "rope_local_theta",
+            "rope_scaling_factor",
+            "query_pre_attn_scalar",
+            "rms_norm_eps",
+        ):
             value = getattr(self, name)
             if not 0.0 < value < 1e30:  # false for NaN too
                 raise ConfigError(f"{name} must be a positive finite number, not {value}.")
         for token_id in (self.bos_token_id, self.pad_token_id, *self.eos_token_ids):
             if not 0 <= token_id < self.vocab_size:
-                raise ConfigError(f"The bos, pad and eos token ids must lie in 0..{self.vocab_size - 1}, not {token_id}.")
+                raise ConfigError(
+                    f"The bos, pad and eos token ids must lie in 0..{self.vocab_size - 1}, not {token_id}."
+                )
 
     @property
     def num_global_layers(self) -> int:
@@ -104,16 +114,24 @@ class Gemma3Config:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> "Gemma3Config":
-        """Parse GGUF metadata. The vocabulary is the token list; a separate head is not known here (``tie_word_embeddings``).
+        """Parse GGUF metadata. The vocabulary is the token list; a separate head is not known here
+        (``tie_word_embeddings``).
 
-        The file holds no query scalar: as in llama.cpp it is head_dim (256 on the published sizes), but hidden / heads = 168
-        on the 27B, recognised by its 62 blocks. Stop ids: eos, eot, eom keys and ``<end_of_turn>``.
+        The file holds no query scalar: as in llama.cpp it is head_dim (256 on the published sizes), but
+        hidden / heads = 168 on the 27B, recognised by its 62 blocks. Stop ids: eos, eot, eom keys and
+        ``<end_of_turn>``.
         """
         return cls(**gguf_fields(metadata))
 
 
 def _size(
-    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int = 256, scalar: float = 256.0
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int = 256,
+    scalar: float = 256.0,
 ) -> Gemma3Config:
     small = hidden <= 1152  # 270M and 1B: text only, short context, short window, no RoPE scaling
     return Gemma3Config(

@@ -1,12 +1,14 @@
 """CUDA graphs of decode steps: the hundreds of launches of a step as one, for batches padded to a few sizes.
 
-A step in which every sequence has one token is laid into buffers that never move, and the graph of the next larger size is
-replayed; all sizes share one memory pool. Block tables stay on the device from step to step: what changed travels with the step's
-tokens in one copy from pinned memory, and the host waits for nothing. Rows that pad a batch write to the null block, which nobody
-reads, and see no keys. What makes a graph of a callable is handed in, so that all of this is tested without a device.
+A step in which every sequence has one token is laid into buffers that never move, and the graph of the next
+larger size is replayed; all sizes share one memory pool. Block tables stay on the device from step to step:
+what changed travels with the step's tokens in one copy from pinned memory, and the host waits for nothing.
+Rows that pad a batch write to the null block, which nobody reads, and see no keys. What makes a graph of a
+callable is handed in, so that all of this is tested without a device.
 
-Attention in a captured step depends on the padded size and on device tensors only: there ``AttentionMetadata.context_lens`` are
-upper bounds, and a row whose length is 0 reads nothing and may yield anything.
+Attention in a captured step depends on the padded size and on device tensors only: there
+``AttentionMetadata.context_lens`` are upper bounds, and a row whose length is 0 reads nothing and may yield
+anything.
 """
 
 import logging
@@ -28,12 +30,15 @@ from model.ops.interface import AttentionMetadata
 logger = logging.getLogger(__name__)
 
 LARGEST_BATCH = 256  # beyond it, launching costs little beside the step itself
-UPDATES_PER_COPY = 4096  # entries of block tables that one copy carries; a step that changes more takes several
+UPDATES_PER_COPY = (
+    4096  # entries of block tables that one copy carries; a step that changes more takes several
+)
 Step = Callable[[], torch.Tensor]
 
 
 def padded_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes that get a graph, ascending: 1, 2, 4 and multiples of 8, up to the one that holds ``max_num_seqs``."""
+    """Batch sizes that get a graph, ascending: 1, 2, 4 and multiples of 8, up to the one that holds
+    ``max_num_seqs``."""
     sizes = [1, 2, 4, *range(8, LARGEST_BATCH + 1, 8)]
     needed = next((index for index, size in enumerate(sizes) if size >= max_num_seqs), len(sizes) - 1)
     return tuple(sizes[: needed + 1])
@@ -51,7 +56,8 @@ class GraphDevice(Protocol):
     """What graphs need of a device."""
 
     def capture(self, step: Step) -> Step:
-        """Run ``step`` to warm it up, record it, and return what replays it: the same tensor each time, with new content."""
+        """Run ``step`` to warm it up, record it, and return what replays it: the same tensor each time, with
+        new content."""
         ...
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
@@ -94,7 +100,8 @@ class CudaGraphDevice:
 class _StepInput:
     """One run of bytes that holds all that a step sends, on the host or on the device: views of its parts.
 
-    First what every step sends, one row of each part per row of the batch; then the changes of the block tables.
+    First what every step sends, one row of each part per row of the batch; then the changes of the block
+    tables.
     """
 
     def __init__(self, memory: torch.Tensor, num_rows: int) -> None:
@@ -137,7 +144,8 @@ class _Staging:
 
 
 class DecodeGraphs:
-    """The graphs of one network over one cache. ``capture`` first; ``run`` then takes what ``accepts`` lets through."""
+    """The graphs of one network over one cache. ``capture`` first; ``run`` then takes what ``accepts`` lets
+    through."""
 
     @torch.inference_mode()
     def __init__(
@@ -156,7 +164,9 @@ class DecodeGraphs:
         table_width = ceil_div(max_model_len, spec.block_size)
         self._max_context = table_width * spec.block_size
         target = model.ops.device
-        self._input = _StepInput(torch.zeros(_StepInput.num_bytes(num_rows), dtype=torch.uint8, device=target), num_rows)
+        self._input = _StepInput(
+            torch.zeros(_StepInput.num_bytes(num_rows), dtype=torch.uint8, device=target), num_rows
+        )
         self._input.order.copy_(torch.arange(num_rows))
         self._tables = torch.zeros(2, num_rows, table_width, dtype=torch.int32, device=target)
         self._query_start = torch.arange(num_rows + 1, dtype=torch.int32, device=target)
@@ -167,7 +177,8 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int] | None = None) -> None:
-        """Make the graphs of all sizes, or of these, largest first, so that the smaller ones fit into the pool of the largest.
+        """Make the graphs of all sizes, or of these, largest first, so that the smaller ones fit into the
+        pool of the largest.
 
         Every row is padding meanwhile: nothing but the null block is written.
         """
@@ -177,7 +188,8 @@ class DecodeGraphs:
         logger.info("captured %d CUDA graphs in %.1f s", len(self._replays), time.monotonic() - began)
 
     def accepts(self, chunks: Sequence[SequenceChunk]) -> bool:
-        """Whether these chunks are a step that ``run`` can take: one token each, not too many, within the longest length."""
+        """Whether these chunks are a step that ``run`` can take: one token each, not too many, within the
+        longest length."""
         if len(chunks) > self._num_rows:
             return False
         if isinstance(chunks, DecodeChunks):
@@ -210,7 +222,9 @@ class DecodeGraphs:
 
     def _send_updates(self, staging: _Staging, layout: DecodeLayout, first: int) -> None:
         """The next changes of the block tables, and whatever else stands in ``staging``."""
-        places, entries = (values[first : first + UPDATES_PER_COPY] for values in (layout.places, layout.entries))
+        places, entries = (
+            values[first : first + UPDATES_PER_COPY] for values in (layout.places, layout.entries)
+        )
         count = len(places)
         staging.input.places[:count] = torch.tensor(places)
         staging.input.entries[:count] = torch.tensor(entries, dtype=torch.int32)
@@ -244,7 +258,8 @@ class DecodeGraphs:
 
 
 def _fill(target: _StepInput, layout: DecodeLayout, size: int) -> None:
-    """What the first ``size`` rows compute. Those of no sequence are padding: they write to the null block and read nothing."""
+    """What the first ``size`` rows compute. Those of no sequence are padding: they write to the null block
+    and read nothing."""
     count = len(layout.rows)
     rows = torch.from_numpy(layout.rows)
     columns = (target.token_ids, target.positions, target.global_slots, target.local_slots)

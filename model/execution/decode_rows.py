@@ -1,8 +1,10 @@
-"""Which row of the decode buffers holds which sequence, and what of its block tables the device has yet to be told. No torch.
+"""Which row of the decode buffers holds which sequence, and what of its block tables the device has yet to be
+told. No torch.
 
-A sequence keeps its row for as long as it decodes, so that a step sends no more of the tables than the blocks that were added
-since: one entry in every ``block_size`` steps. When sequences end, others take the rows that became free, and only those are sent
-whole. While a step has the same sequences as the one before, nothing here loops over all of them.
+A sequence keeps its row for as long as it decodes, so that a step sends no more of the tables than the blocks
+that were added since: one entry in every ``block_size`` steps. When sequences end, others take the rows that
+became free, and only those are sent whole. While a step has the same sequences as the one before, nothing
+here loops over all of them.
 """
 
 from collections.abc import Sequence
@@ -19,14 +21,17 @@ Tables = tuple[Sequence[int], Sequence[int]]  # the global and the local one of 
 
 @dataclass(slots=True)
 class DecodeLayout:
-    """One step of n sequences: their rows, what each row computes, and the entries of the tables that changed."""
+    """One step of n sequences: their rows, what each row computes, and the entries of the tables that
+    changed."""
 
     rows: IntArray  # row of each chunk: a permutation of range(n)
     token_ids: IntArray | None  # of each chunk, as the following; None: the device has them
     positions: IntArray
     global_slots: IntArray  # block id * B + position % B
     local_slots: IntArray
-    places: list[int] = field(default_factory=list)  # in [2, num_rows, table_width] flattened: global tables, then local ones
+    places: list[int] = field(
+        default_factory=list
+    )  # in [2, num_rows, table_width] flattened: global tables, then local ones
     entries: list[int] = field(default_factory=list)  # the block id that belongs there
 
 
@@ -37,7 +42,8 @@ class _Row:
 
 
 class DecodeRows:
-    """The host's account of tables [2, num_rows, table_width] on the device, which hold what ``lay_out`` has returned so far."""
+    """The host's account of tables [2, num_rows, table_width] on the device, which hold what ``lay_out`` has
+    returned so far."""
 
     def __init__(self, num_rows: int, table_width: int, block_size: int, window: int) -> None:
         self._table_width = table_width
@@ -45,10 +51,11 @@ class DecodeRows:
         self._block_size = block_size
         self._window = window
         self._rows: list[_Row | None] = [None] * num_rows
-        # Entries of each row that the device has; of local tables none but those that a query can still reach.
+        # Entries of each row that the device has; of local tables none but those that a query can still
+        # reach.
         self._num_blocks = np.zeros(num_rows, dtype=np.int64)
-        # By identity of the global table: a table is one list for as long as its sequence runs. Rows keep their tables alive, so
-        # that no other list can have the identity of one that is known here.
+        # By identity of the global table: a table is one list for as long as its sequence runs. Rows keep
+        # their tables alive, so that no other list can have the identity of one that is known here.
         self._row_of: dict[int, int] = {}
         self._last: Sequence[SequenceChunk] | None = None
         self._last_rows: IntArray = np.zeros(0, dtype=np.int64)
@@ -63,14 +70,18 @@ class DecodeRows:
         else:
             token_ids = np.array([chunk.token_ids[0] for chunk in chunks], dtype=np.int64)
             positions = np.array([chunk.start for chunk in chunks], dtype=np.int64)
-            self._last_rows = self._assign([(chunk.global_block_table, chunk.local_block_table) for chunk in chunks])
+            self._last_rows = self._assign(
+                [(chunk.global_block_table, chunk.local_block_table) for chunk in chunks]
+            )
         self._last, rows = chunks, self._last_rows
         blocks, offsets = positions // self._block_size, positions % self._block_size
         if isinstance(chunks, DecodeChunks):
             global_blocks, local_blocks = chunks.tables.blocks[:, chunks.rows, blocks].astype(np.int64)
         else:
             each = list(zip(chunks, blocks.tolist(), strict=True))
-            global_blocks = np.array([chunk.global_block_table[block] for chunk, block in each], dtype=np.int64)
+            global_blocks = np.array(
+                [chunk.global_block_table[block] for chunk, block in each], dtype=np.int64
+            )
             local_blocks = np.array([chunk.local_block_table[block] for chunk, block in each], dtype=np.int64)
         assert global_blocks.all(), "a token is to be written to the null block"
         assert local_blocks.all(), "a token is to be written to the null block"
@@ -119,6 +130,8 @@ class DecodeRows:
         # What lies behind the window is never read, and may be of the row's former sequence.
         position = (num_blocks - 1) * self._block_size
         first = max(known, max(0, position - self._window + 1) // self._block_size)
-        layout.places.extend(range(self._local_offset + place + first, self._local_offset + place + num_blocks))
+        layout.places.extend(
+            range(self._local_offset + place + first, self._local_offset + place + num_blocks)
+        )
         layout.entries.extend(row.local_table[first:num_blocks])
         self._num_blocks[index] = num_blocks

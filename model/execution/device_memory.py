@@ -1,5 +1,6 @@
-"""What a device's memory goes to, measured before the cache gets the rest: weights, the most that a step takes beside them, CUDA
-graphs, and whatever else is on the device. Where memory runs out at a start, the error names the setting to change."""
+"""What a device's memory goes to, measured before the cache gets the rest: weights, the most that a step
+takes beside them, CUDA graphs, and whatever else is on the device. Where memory runs out at a start, the
+error names the setting to change."""
 
 import logging
 from collections.abc import Iterator
@@ -46,7 +47,8 @@ class DeviceMemory(Protocol):
     def reset_peak(self) -> None: ...
 
     def release(self) -> None:
-        """Give back what this process keeps for later tensors, so that ``free`` shows what is really taken."""
+        """Give back what this process keeps for later tensors, so that ``free`` shows what is really
+        taken."""
         ...
 
 
@@ -87,7 +89,8 @@ class MemoryProfile:
     other: int  # the driver's context, compiled kernels, other processes
 
     def cache_bytes(self, utilization: float) -> int:
-        """What the cache may take when ``utilization`` of the device is to be used. Raises ConfigError when that is nothing."""
+        """What the cache may take when ``utilization`` of the device is to be used. Raises ConfigError when
+        that is nothing."""
         rest = int(self.total * utilization) - self.weights - self.activations - self.graphs - self.other
         if rest > 0:
             return rest
@@ -108,9 +111,15 @@ class MemoryProfile:
 
 
 def profile_cuda_memory(
-    runner: "ModelRunner", *, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, cuda_graphs: bool
+    runner: "ModelRunner",
+    *,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    cuda_graphs: bool,
 ) -> MemoryProfile | None:
-    """``profile_memory`` on the runner's device, where that is a CUDA one; other devices give no such account."""
+    """``profile_memory`` on the runner's device, where that is a CUDA one; other devices give no such
+    account."""
     device = runner.ops.device
     if device.type != "cuda":
         return None
@@ -133,14 +142,17 @@ def profile_memory(
     max_num_seqs: int,
     max_model_len: int,
 ) -> MemoryProfile:
-    """Run the largest steps of a loaded runner over a cache of one block, and capture two graphs (None: there will be none).
+    """Run the largest steps of a loaded runner over a cache of one block, and capture two graphs (None: there
+    will be none).
 
     Leaves the runner without a cache. Raises ConfigError when even that does not fit.
     """
     memory.release()
     weights = memory.allocated()
     with remedy("its largest step", "Lower --max-num-batched-tokens, --max-num-seqs or --max-model-len."):
-        runner.allocate_cache(KVCachePlan(2, 2, 0, 0, runner.spec.block_size))  # block 1, shared by all, stands for every one
+        runner.allocate_cache(
+            KVCachePlan(2, 2, 0, 0, runner.spec.block_size)
+        )  # block 1, shared by all, stands for every one
         before = memory.allocated()
         memory.reset_peak()
         for chunks in largest_steps(runner, max_num_batched_tokens, max_num_seqs, max_model_len):
@@ -160,7 +172,8 @@ def profile_memory(
 def largest_steps(
     runner: "ModelRunner", max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int
 ) -> Iterator[list[SequenceChunk]]:
-    """Steps that take the most memory: as many tokens and sampled rows as may be, at the longest length; then decodes alone.
+    """Steps that take the most memory: as many tokens and sampled rows as may be, at the longest length; then
+    decodes alone.
 
     Where one sequence is too short to fill a step, several are computed in it.
     """
@@ -184,8 +197,11 @@ def largest_steps(
     yield [decode] * max_num_seqs
 
 
-def _graph_bytes(runner: "ModelRunner", memory: DeviceMemory, device: GraphDevice, max_num_seqs: int, max_model_len: int) -> int:
-    """What all graphs are going to take: the largest, which makes the pool, and as much for each other one as for the second."""
+def _graph_bytes(
+    runner: "ModelRunner", memory: DeviceMemory, device: GraphDevice, max_num_seqs: int, max_model_len: int
+) -> int:
+    """What all graphs are going to take: the largest, which makes the pool, and as much for each other one as
+    for the second."""
     sizes = padded_sizes(max_num_seqs)
     memory.release()
     free = [memory.free()]

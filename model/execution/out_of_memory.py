@@ -24,4 +24,7 @@ def is_out_of_memory(error: Exception) -> bool:
     """torch has a type for it on CUDA alone; on CPUs only the text tells."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return any(text in str(error) for text in ("can't allocate memory", "not enough memory", "Cannot allocate memory"))
+    return any(
+        text in str(error)
+        for text in ("can't allocate memory", "not enough memory", "Cannot allocate memory")
+    )

@@ -1,7 +1,8 @@
-"""ModelRunner: a loaded model and its cache on one device. Chunks of sequences go in, sampled tokens come out.
+"""ModelRunner: a loaded model and its cache on one device. Chunks of sequences go in, sampled tokens come
+out.
 
-It loads weights as a stream, is told how large the cache is to be, and runs one step at a time; it knows neither requests nor
-text. Not thread-safe: one thread calls it.
+It loads weights as a stream, is told how large the cache is to be, and runs one step at a time; it knows
+neither requests nor text. Not thread-safe: one thread calls it.
 """
 
 import time
@@ -22,7 +23,13 @@ from model.host.memory import available_memory
 from model.interface.errors import ConfigError
 from model.interface.kv_cache_spec import KVCachePlan, KVCacheSpec
 from model.interface.sampling_params import SamplingParams
-from model.interface.sequence_chunk import NOT_FINITE, ChunkResult, DecodeChunks, SequenceChunk, StepMemoryError
+from model.interface.sequence_chunk import (
+    NOT_FINITE,
+    ChunkResult,
+    DecodeChunks,
+    SequenceChunk,
+    StepMemoryError,
+)
 from model.network.forward_batch import ForwardBatch, build_batch, to_device
 from model.network.gemma3 import Gemma3
 from model.network.kv_cache import KVCache
@@ -35,22 +42,25 @@ from model.sampling.sampler import Sampler, draw_groups
 if TYPE_CHECKING:
     from model.checkpoint.base import Checkpoint
 
-# Rows of logits held at once: 64 of float32 are 64 MiB for a vocabulary of 262 144. Elsewhere than on a CPU, each slice costs the
-# host more than the device.
+# Rows of logits held at once: 64 of float32 are 64 MiB for a vocabulary of 262 144. Elsewhere than on a CPU,
+# each slice costs the host more than the device.
 MAX_LOGITS_ROWS, MAX_LOGITS_ROWS_ON_DEVICE = 64, 256
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The compute dtype for a --dtype value. "auto" is bfloat16 where the device computes in it, else float32.
+    """The compute dtype for a --dtype value. "auto" is bfloat16 where the device computes in it, else
+    float32.
 
     float16 is refused: Gemma 3's residual stream passes its largest number, 65504.
     """
     if dtype == "auto":
         return torch.bfloat16 if device.type != "cpu" or cpu_computes_bfloat16() else torch.float32
     if dtype in ("float16", "half"):
-        raise ConfigError("--dtype float16 is not supported: Gemma 3 overflows in it. Use bfloat16, float32 or auto.")
+        raise ConfigError(
+            "--dtype float16 is not supported: Gemma 3 overflows in it. Use bfloat16, float32 or auto."
+        )
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype} is not supported. Use bfloat16, float32 or auto.")
     return DTYPES[dtype]
@@ -71,7 +81,8 @@ class Shard(Protocol):
 
 
 class ModelRunner:
-    """One model on one device. ``load`` or the constructor, then ``allocate_cache``, then ``run`` once per step."""
+    """One model on one device. ``load`` or the constructor, then ``allocate_cache``, then ``run`` once per
+    step."""
 
     def __init__(self, model: Gemma3, spec: KVCacheSpec, ops: Ops) -> None:
         self.model = model
@@ -85,8 +96,12 @@ class ModelRunner:
         self.max_logits_rows = MAX_LOGITS_ROWS if ops.device.type == "cpu" else MAX_LOGITS_ROWS_ON_DEVICE
         self.cache: KVCache | None = None
         self._graphs: DecodeGraphs | None = None
-        self.sample_seconds = 0.0  # so far; on a device that computes beside the host, waiting for the network is in it
-        self.compile_seconds = 0.0  # until the operations were ready: long only when their kernels had to be compiled
+        self.sample_seconds = (
+            0.0  # so far; on a device that computes beside the host, waiting for the network is in it
+        )
+        self.compile_seconds = (
+            0.0  # until the operations were ready: long only when their kernels had to be compiled
+        )
         self._cache_bytes = self._baseline_bytes = 0
 
     @classmethod
@@ -104,12 +119,14 @@ class ModelRunner:
         weight_cache: WeightCache | None = None,
         shard: Shard | None = None,
     ) -> Self:
-        """Load the weights of a checkpoint, one tensor at a time; the cache comes later, once its size is known.
+        """Load the weights of a checkpoint, one tensor at a time; the cache comes later, once its size is
+        known.
 
-        ``quantization`` is "auto", "none", "int8", "int4" or "fp8". ``num_valid_tokens``: ids from here on have no token and are
-        never sampled (a head may have more rows than the tokenizer has tokens); all of it when None. ``weight_cache``: where
-        packed weights are kept for the next load. ``shard``: the part of the model to load; all of it when None. Raises
-        ConfigError for settings and CheckpointError for files.
+        ``quantization`` is "auto", "none", "int8", "int4" or "fp8". ``num_valid_tokens``: ids from here on
+        have no token and are never sampled (a head may have more rows than the tokenizer has tokens); all of
+        it when None. ``weight_cache``: where packed weights are kept for the next load. ``shard``: the part
+        of the model to load; all of it when None. Raises ConfigError for settings and CheckpointError for
+        files.
         """
         target = resolve_device(device)
         torch_dtype = resolve_dtype(dtype, target)
@@ -146,7 +163,9 @@ class ModelRunner:
             setting = "--kv-cache-memory"
             if self.ops.device.type == "cuda":
                 setting += " or --gpu-memory-utilization"
-            raise ConfigError(f"The device has no room for a KV cache of {size:.1f} GiB. Lower {setting}.") from error
+            raise ConfigError(
+                f"The device has no room for a KV cache of {size:.1f} GiB. Lower {setting}."
+            ) from error
         self._cache_bytes = plan.global_bytes + plan.local_bytes
         if self.ops.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.ops.device)
@@ -157,8 +176,11 @@ class ModelRunner:
         self.cache = self._graphs = None
         self._cache_bytes = 0
 
-    def capture_graphs(self, sizes: Sequence[int], max_model_len: int, device: GraphDevice | None = None) -> None:
-        """From now on, steps of decodes alone are replayed, padded to the next of the ``sizes`` (``cuda_graphs.padded_sizes``).
+    def capture_graphs(
+        self, sizes: Sequence[int], max_model_len: int, device: GraphDevice | None = None
+    ) -> None:
+        """From now on, steps of decodes alone are replayed, padded to the next of the ``sizes``
+        (``cuda_graphs.padded_sizes``).
 
         Nothing on a CPU, unless a ``device`` for graphs is given.
         """
@@ -166,7 +188,9 @@ class ModelRunner:
             if self.ops.device.type != "cuda":
                 return
             device = CudaGraphDevice(self.ops.device)
-        with remedy("the CUDA graphs", "Lower --gpu-memory-utilization or --kv-cache-memory, or use --no-cuda-graphs."):
+        with remedy(
+            "the CUDA graphs", "Lower --gpu-memory-utilization or --kv-cache-memory, or use --no-cuda-graphs."
+        ):
             assert self.cache is not None, "allocate_cache() comes first"
             graphs = DecodeGraphs(self.model, self.cache, self.spec, device, sizes, max_model_len)
             graphs.capture()
@@ -179,11 +203,18 @@ class ModelRunner:
         return available_memory()
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes by what they hold. ``activations_peak`` is the most that a step took beside weights and cache; a CPU has no count
-        of it. To be called by the thread that runs the steps: a device that hangs would hold the caller too."""
-        sizes = {"weights": self.weight_bytes, "kv_cache": self._cache_bytes, "device_free": self.free_memory()}
+        """Bytes by what they hold. ``activations_peak`` is the most that a step took beside weights and
+        cache; a CPU has no count of it. To be called by the thread that runs the steps: a device that hangs
+        would hold the caller too."""
+        sizes = {
+            "weights": self.weight_bytes,
+            "kv_cache": self._cache_bytes,
+            "device_free": self.free_memory(),
+        }
         if self.ops.device.type == "cuda":
-            sizes["activations_peak"] = max(0, torch.cuda.max_memory_allocated(self.ops.device) - self._baseline_bytes)
+            sizes["activations_peak"] = max(
+                0, torch.cuda.max_memory_allocated(self.ops.device) - self._baseline_bytes
+            )
         return sizes
 
     def warm_up(self) -> None:
@@ -192,7 +223,10 @@ class ModelRunner:
         Writes to block 1 of each pool: to be called before any sequence owns a block.
         """
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        for token_ids, start in (([self.config.bos_token_id] * min(4, self.spec.block_size), 0), ([self.config.bos_token_id], 0)):
+        for token_ids, start in (
+            ([self.config.bos_token_id] * min(4, self.spec.block_size), 0),
+            ([self.config.bos_token_id], 0),
+        ):
             self.run([SequenceChunk(token_ids, start, [1], [1], sampling, samples=True)])
         self.sample_seconds = 0.0
 
@@ -201,7 +235,8 @@ class ModelRunner:
         return self.launch(chunks).results()
 
     def launch(self, chunks: Sequence[SequenceChunk]) -> PendingStep:
-        """Hand one step to the device, and wait for it only where chunks are not plain. Raises StepMemoryError."""
+        """Hand one step to the device, and wait for it only where chunks are not plain. Raises
+        StepMemoryError."""
         try:
             return self._launch(chunks)
         except (MemoryError, RuntimeError) as error:
@@ -243,14 +278,19 @@ class ModelRunner:
         positions: npt.NDArray[np.int64],
         scratch: dict[Hashable, Any],
     ) -> torch.Tensor:
-        """Tokens of plain chunks from their last hidden states, int64 [len(chunks)], -1 where logits are not finite."""
+        """Tokens of plain chunks from their last hidden states, int64 [len(chunks)], -1 where logits are not
+        finite."""
         drawn = []
         count, length = len(chunks), self.max_logits_rows
         for first in range(0, count, length):
             rows = slice(first, first + length)
             states = hidden if count <= length else hidden[rows]
             if ("sampling", first) not in scratch:
-                sampling = chunks.sampling if isinstance(chunks, DecodeChunks) else [chunk.sampling for chunk in chunks]
+                sampling = (
+                    chunks.sampling
+                    if isinstance(chunks, DecodeChunks)
+                    else [chunk.sampling for chunk in chunks]
+                )
                 scratch["sampling", first] = sampling[rows], all(one.greedy for one in sampling[rows])
             settings, all_greedy = scratch["sampling", first]
             token_ids = self.model.greedy(states) if all_greedy else None
@@ -266,11 +306,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def hidden_states(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
-        """Final hidden states [n, h] of every token of the chunks, one chunk after the other; writes the cache like ``run``."""
+        """Final hidden states [n, h] of every token of the chunks, one chunk after the other; writes the
+        cache like ``run``."""
         return self._forward(chunks)[1]
 
     def _run_network(self, chunks: Sequence[SequenceChunk]) -> tuple[Sequence[int], torch.Tensor]:
-        """(row of each chunk's first token and the total at the end, final hidden states [n, h] until the next step)."""
+        """(row of each chunk's first token and the total at the end, final hidden states [n, h] until the
+        next step)."""
         if self._graphs is not None and self._graphs.accepts(chunks):
             return range(len(chunks) + 1), self._graphs.run(chunks)
         batch, hidden = self._forward(chunks)
@@ -282,7 +324,11 @@ class ModelRunner:
         return batch, self.model(batch, self.cache)
 
     def _pool(
-        self, hidden: torch.Tensor, chunks: Sequence[SequenceChunk], first_rows: Sequence[int], results: dict[int, ChunkResult]
+        self,
+        hidden: torch.Tensor,
+        chunks: Sequence[SequenceChunk],
+        first_rows: Sequence[int],
+        results: dict[int, ChunkResult],
     ) -> None:
         """Sums in float64: a mean over all of a prompt must not depend on the chunks it came in."""
         for index, chunk in enumerate(chunks):
@@ -295,9 +341,15 @@ class ModelRunner:
                 results[index].error = NOT_FINITE
 
     def _sample(
-        self, hidden: torch.Tensor, chunks: Sequence[SequenceChunk], first_rows: Sequence[int], results: dict[int, ChunkResult]
+        self,
+        hidden: torch.Tensor,
+        chunks: Sequence[SequenceChunk],
+        first_rows: Sequence[int],
+        results: dict[int, ChunkResult],
     ) -> None:
-        sampling = [index for index, result in results.items() if chunks[index].samples and result.error is None]
+        sampling = [
+            index for index, result in results.items() if chunks[index].samples and result.error is None
+        ]
         for part in _slices(sampling, self.max_logits_rows):
             logits = self.model.logits(hidden[[first_rows[index + 1] - 1 for index in part]])
             began = time.monotonic()
@@ -309,18 +361,29 @@ class ModelRunner:
                 results[index].error = sampled.error
 
     def _score_prompts(
-        self, hidden: torch.Tensor, chunks: Sequence[SequenceChunk], first_rows: Sequence[int], results: dict[int, ChunkResult]
+        self,
+        hidden: torch.Tensor,
+        chunks: Sequence[SequenceChunk],
+        first_rows: Sequence[int],
+        results: dict[int, ChunkResult],
     ) -> None:
-        """Log-probabilities of prompt tokens, in slices of rows, so that no more than one slice of logits exists at a time."""
-        rows: list[tuple[int, int, int, int]] = []  # chunk, row of the flat batch, token that follows, alternatives asked for
+        """Log-probabilities of prompt tokens, in slices of rows, so that no more than one slice of logits
+        exists at a time."""
+        rows: list[
+            tuple[int, int, int, int]
+        ] = []  # chunk, row of the flat batch, token that follows, alternatives asked for
         for index, chunk in enumerate(chunks):
             count = chunk.sampling.prompt_logprobs
             if count is None:
                 continue
             if any(not 0 <= target < self.model.head.num_valid_tokens for target in chunk.prompt_targets):
-                results[index].error = "A prompt token has no log-probability: its id has no token in the vocabulary."
+                results[
+                    index
+                ].error = "A prompt token has no log-probability: its id has no token in the vocabulary."
                 continue
-            rows += [(index, first_rows[index] + i, target, count) for i, target in enumerate(chunk.prompt_targets)]
+            rows += [
+                (index, first_rows[index] + i, target, count) for i, target in enumerate(chunk.prompt_targets)
+            ]
         for part in _slices(rows, self.max_logits_rows):
             logits = self.model.logits(hidden[[row for _, row, _, _ in part]])
             finite = self.ops.all_finite(logits).tolist()
@@ -352,5 +415,9 @@ def resolve_device(device: str) -> torch.device:
     return target
 
 
-def _with_progress(tensors: Iterable[tuple[str, torch.Tensor]], total: int, progress: bool) -> Iterable[tuple[str, torch.Tensor]]:
-    return tqdm(tensors, total=total, desc="Loading weights", unit="tensor", disable=None if progress else True)
+def _with_progress(
+    tensors: Iterable[tuple[str, torch.Tensor]], total: int, progress: bool
+) -> Iterable[tuple[str, torch.Tensor]]:
+    return tqdm(
+        tensors, total=total, desc="Loading weights", unit="tensor", disable=None if progress else True
+    )

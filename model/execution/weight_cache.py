@@ -1,9 +1,11 @@
-"""Keeps a network's weights on disk as its backend packed them, so that a later start reads them instead of expanding and packing
-them again. An entry is one file: it is written under another name and moved into place, its key names everything that it depends
-on, and its sums are checked when it is read, so a damaged or outdated one costs a warning and is made again. A disk that is full
-or cannot be written costs a log line, never the start. Importing this module imports no torch.
+"""Keeps a network's weights on disk as its backend packed them, so that a later start reads them instead of
+expanding and packing them again. An entry is one file: it is written under another name and moved into place,
+its key names everything that it depends on, and its sums are checked when it is read, so a damaged or
+outdated one costs a warning and is made again. A disk that is full or cannot be written costs a log line,
+never the start. Importing this module imports no torch.
 
-The file is read in a thread, in a few calls outside the interpreter's lock, into memory that the weights then stay in.
+The file is read in a thread, in a few calls outside the interpreter's lock, into memory that the weights then
+stay in.
 """
 
 import contextlib
@@ -41,7 +43,9 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent.parent
 _SOURCE_FILES = ("*.py", "*.cpp", "*.h")
-_KERNEL_OVERRIDES = frozenset({"GEMSERVE_SANITIZE", "GEMSERVE_CPU_KERNELS"})  # libraries whose source is not known, for tests
+_KERNEL_OVERRIDES = frozenset(
+    {"GEMSERVE_SANITIZE", "GEMSERVE_CPU_KERNELS"}
+)  # libraries whose source is not known, for tests
 SUFFIX = ".weights"
 WRITING = ".writing-"
 MAGIC = b"gemserve packed1"
@@ -57,7 +61,8 @@ JUST_MADE_SECONDS = 60.0  # in which it may have no lock yet
 
 
 def weight_cache_key(checkpoint: "Checkpoint", *, dtype: str, device: str, quantization: str) -> str | None:
-    """Names all that packed weights depend on: files, settings, our sources, torch and the processor. None: not to be kept."""
+    """Names all that packed weights depend on: files, settings, our sources, torch and the processor. None:
+    not to be kept."""
     if device == "cuda" or not _KERNEL_OVERRIDES.isdisjoint(os.environ):
         return None
     digest = hashlib.sha256(checkpoint.fingerprint.encode())
@@ -122,7 +127,8 @@ class WeightCache:
         return True
 
     def save(self, model: "Gemma3") -> None:
-        """Keep the weights of a loaded network, if its backend can take them apart and their size is one worth keeping."""
+        """Keep the weights of a loaded network, if its backend can take them apart and their size is one
+        worth keeping."""
         if not model.ops.stores_packed_weights:
             return
         forms = model.packed_forms()
@@ -137,9 +143,15 @@ class WeightCache:
             self._tidy(layout.body_bytes)
             free = shutil.disk_usage(self._folder).free
             if free < layout.body_bytes + FREE_BYTES:
-                logger.info("Packed weights are not kept in %s: only %d MiB are free.", self._folder, free >> 20)
+                logger.info(
+                    "Packed weights are not kept in %s: only %d MiB are free.", self._folder, free >> 20
+                )
                 return
-            logger.info("Keeping packed weights (%d MiB) in %s; later starts read them.", layout.body_bytes >> 20, self._folder)
+            logger.info(
+                "Keeping packed weights (%d MiB) in %s; later starts read them.",
+                layout.body_bytes >> 20,
+                self._folder,
+            )
             self._write(layout)
         except OSError as error:
             logger.warning("Packed weights cannot be kept in %s: %s.", self._folder, error.strerror or error)
@@ -153,14 +165,17 @@ class WeightCache:
                 layout.write(stream)
                 stream.flush()
                 os.fsync(stream.fileno())
-                os.chmod(name, 0o644)  # mkstemp makes it private; a cache filled by an image or another user must be readable
+                os.chmod(
+                    name, 0o644
+                )  # mkstemp makes it private; a cache filled by an image or another user must be readable
                 os.replace(name, self._file)
         except BaseException:
             Path(name).unlink(missing_ok=True)
             raise
 
     def _is_written_elsewhere(self) -> bool:
-        """Whether a start that began at the same time has written this entry, or is about it. At worst it is written twice."""
+        """Whether a start that began at the same time has written this entry, or is about it. At worst it is
+        written twice."""
         if self._file.exists():
             return True
         for file in self._folder.glob(f"{self._half_written}*"):
@@ -172,7 +187,8 @@ class WeightCache:
         return False
 
     def _tidy(self, needed: int) -> None:
-        """Remove what was left half-written, and the entries used longest ago that leave no room for ``needed`` more bytes."""
+        """Remove what was left half-written, and the entries used longest ago that leave no room for
+        ``needed`` more bytes."""
         for file in self._folder.glob(f"{WRITING}*"):
             with contextlib.suppress(OSError), file.open("rb") as stream:
                 age = time.time() - os.fstat(stream.fileno()).st_mtime
@@ -233,7 +249,9 @@ class _Layout:
             stream.write(piece)
             checksum = zlib.crc32(piece, checksum)
         stream.seek(0)
-        stream.write(_PREFIX.pack(MAGIC, len(self.header), self.body_bytes, zlib.crc32(self.header), checksum))
+        stream.write(
+            _PREFIX.pack(MAGIC, len(self.header), self.body_bytes, zlib.crc32(self.header), checksum)
+        )
         stream.write(self.header)
 
     def _pieces(self) -> Iterator[memoryview]:
@@ -251,7 +269,12 @@ def _read_entry(stream: Any) -> _Entry:
     if len(prefix) < _PREFIX.size:
         raise _DamagedError("the file is truncated")
     magic, header_bytes, body_bytes, header_sum, body_sum = _PREFIX.unpack(prefix)
-    if magic != MAGIC or header_bytes > MAX_HEADER_BYTES or size != _body_start(header_bytes) + body_bytes or not body_bytes:
+    if (
+        magic != MAGIC
+        or header_bytes > MAX_HEADER_BYTES
+        or size != _body_start(header_bytes) + body_bytes
+        or not body_bytes
+    ):
         raise _DamagedError("its first bytes and its length are not those of such a file")
     header = stream.read(header_bytes)
     if zlib.crc32(header) != header_sum:
@@ -276,10 +299,14 @@ def _forms(entry: _Entry) -> "dict[str, PackedForm]":
     from model.ops.interface import PackedForm
 
     def tensor(dtype: str, shape: list[int], start: int) -> torch.Tensor:
-        return torch.frombuffer(entry.body, dtype=getattr(torch, dtype), count=math.prod(shape), offset=start).view(shape)
+        return torch.frombuffer(
+            entry.body, dtype=getattr(torch, dtype), count=math.prod(shape), offset=start
+        ).view(shape)
 
     return {
-        name: PackedForm(module["values"], {part: tensor(*place) for part, place in module["tensors"].items()})
+        name: PackedForm(
+            module["values"], {part: tensor(*place) for part, place in module["tensors"].items()}
+        )
         for name, module in entry.header.items()
     }
 

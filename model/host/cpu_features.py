@@ -1,4 +1,5 @@
-"""What the processor computes with: its instruction sets, and the highest that is to be used. Standard library only."""
+"""What the processor computes with: its instruction sets, and the highest that is to be used. Standard
+library only."""
 
 import functools
 import os
@@ -19,15 +20,16 @@ CPU_ISAS: Mapping[str, frozenset[str]] = {
 
 
 def cpu_computes_bfloat16() -> bool:
-    """True where the CPU multiplies bfloat16 matrices natively (AVX512_BF16 or AMX); elsewhere float32 is the faster type."""
+    """True where the CPU multiplies bfloat16 matrices natively (AVX512_BF16 or AMX); elsewhere float32 is the
+    faster type."""
     return "avx512_bf16" in cpu_flags() or "amx_bf16" in cpu_flags()
 
 
 def cpu_flags() -> frozenset[str]:
     """The processor's features that may be used, as Linux names them; empty where they are not known.
 
-    The environment variable GEMSERVE_CPU_ISA names the highest set of ``CPU_ISAS`` to use; without it all are used. Raises
-    ConfigError for a set that is not known, or that this processor lacks.
+    The environment variable GEMSERVE_CPU_ISA names the highest set of ``CPU_ISAS`` to use; without it all are
+    used. Raises ConfigError for a set that is not known, or that this processor lacks.
     """
     flags = frozenset(processor()[1])
     highest = os.environ.get(CPU_ISA_VARIABLE)
@@ -44,7 +46,8 @@ def cpu_flags() -> frozenset[str]:
 
 
 def usable_isas(flags: frozenset[str]) -> list[str]:
-    """The sets of ``CPU_ISAS``, lowest first, that a processor with these flags runs: each with all those before it."""
+    """The sets of ``CPU_ISAS``, lowest first, that a processor with these flags runs: each with all those
+    before it."""
     usable = []
     for name, added in CPU_ISAS.items():
         if not added <= flags:

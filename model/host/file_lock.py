@@ -4,7 +4,8 @@ from typing import IO
 
 
 def lock_file(stream: IO[bytes]) -> None:
-    """Take the file alone. Raises BlockingIOError where another process has it, another OSError where there are no locks."""
+    """Take the file alone. Raises BlockingIOError where another process has it, another OSError where there
+    are no locks."""
     import fcntl  # not on Windows
 
     fcntl.flock(stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -17,8 +17,9 @@ def anonymous_memory(num_bytes: int) -> mmap.mmap:
 
 
 class HugePageMemory:
-    """Hands out memory from large pieces in huge pages. Most weights of a block are smaller than a page or two of them and would
-    get none; then every 4 KiB cost a walk through page tables and end what the processor fetches ahead."""
+    """Hands out memory from large pieces in huge pages. Most weights of a block are smaller than a page or
+    two of them and would get none; then every 4 KiB cost a walk through page tables and end what the
+    processor fetches ahead."""
 
     PIECE_BYTES = 32 << 20
     ALIGNMENT = 64

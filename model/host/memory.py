@@ -1,5 +1,5 @@
-"""Memory that is available to this process. Reads /proc and the cgroup files; imports no torch, so that ``gemserve info`` and the
-loaded model answer from the same rules."""
+"""Memory that is available to this process. Reads /proc and the cgroup files; imports no torch, so that
+``gemserve info`` and the loaded model answer from the same rules."""
 
 from pathlib import Path
 
@@ -17,7 +17,8 @@ _LIMITS = (  # (limit, usage, statistics with the reclaimable page cache) of cgr
 
 
 def available_memory() -> int:
-    """Bytes that this process can still take: what the machine has available, or what is left of the cgroup's limit."""
+    """Bytes that this process can still take: what the machine has available, or what is left of the cgroup's
+    limit."""
     available = int(psutil.virtual_memory().available)
     for limit_file, usage_file, statistics_file in _LIMITS:
         limit, usage = _read_number(limit_file), _read_number(usage_file)

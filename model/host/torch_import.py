@@ -1,9 +1,10 @@
-"""How a server imports torch in half of the usual time. Two of its modules serve only those who trace, export or compile models;
-they take a third of ``import torch``, and ``defer_unused_modules`` puts them off until something asks for one of their names or
-imports another module of torch, which nothing here does. All of torch works as ever then, but for operators on tensors without
-data ("meta"), of which nothing here uses more than shapes. ``preload_libraries`` maps and links torch's libraries in a thread,
-outside the interpreter's lock, so that the import finds them done. Neither changes what torch computes. Importing this module
-imports no torch."""
+"""How a server imports torch in half of the usual time. Two of its modules serve only those who trace, export
+or compile models; they take a third of ``import torch``, and ``defer_unused_modules`` puts them off until
+something asks for one of their names or imports another module of torch, which nothing here does. All of
+torch works as ever then, but for operators on tensors without data ("meta"), of which nothing here uses more
+than shapes. ``preload_libraries`` maps and links torch's libraries in a thread, outside the interpreter's
+lock, so that the import finds them done. Neither changes what torch computes. Importing this module imports
+no torch."""
 
 import ctypes
 import importlib.util
@@ -19,12 +20,14 @@ from types import ModuleType
 
 # Shapes of every operator for tensors without data, in Python; and what turns models into graphs.
 UNUSED_MODULES = frozenset({"torch._meta_registrations", "torch.export"})
-# What leaves them out has been tried with this one alone; the modules of another may need each other in another order.
+# What leaves them out has been tried with this one alone; the modules of another may need each other in
+# another order.
 TRIED_TORCH = "2.13."
 
 
 def defer_unused_modules() -> None:
-    """To be called before torch is imported. Does nothing with a version of torch that it was not tried with."""
+    """To be called before torch is imported. Does nothing with a version of torch that it was not tried
+    with."""
     try:
         tried = version("torch").startswith(TRIED_TORCH)
     except PackageNotFoundError:
@@ -34,13 +37,14 @@ def defer_unused_modules() -> None:
 
 
 def preload_libraries() -> threading.Thread | None:
-    """Start linking torch's libraries; None where that is not known to work. What fails here fails again, and is told, in the
-    import."""
+    """Start linking torch's libraries; None where that is not known to work. What fails here fails again, and
+    is told, in the import."""
     spec = importlib.util.find_spec("torch") if "torch" not in sys.modules else None
     if sys.platform != "linux" or spec is None or spec.origin is None:
         return None
     folder = Path(spec.origin).parent / "lib"
-    # Called as C functions, for only then does ctypes let other threads run meanwhile; ctypes.CDLL(path) does not.
+    # Called as C functions, for only then does ctypes let other threads run meanwhile; ctypes.CDLL(path) does
+    # not.
     dlopen = ctypes.CDLL(None).dlopen
     dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
     # Torch makes the names of this small one visible to all first; the other one takes in all the rest.
@@ -54,13 +58,16 @@ def preload_libraries() -> threading.Thread | None:
 
 
 class _DeferringFinder(MetaPathFinder):
-    """Puts off the modules of UNUSED_MODULES. All of them are executed before any other module of torch is imported late: such a
-    module may need them, and in the middle of its own import they would meet one that is half done."""
+    """Puts off the modules of UNUSED_MODULES. All of them are executed before any other module of torch is
+    imported late: such a module may need them, and in the middle of its own import they would meet one that
+    is half done."""
 
     def __init__(self) -> None:
         self._deferred: dict[str, _DeferringLoader] = {}
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname.startswith("torch.") and self._deferred and _is_initialized("torch"):
             self.execute_all()
             if fullname in sys.modules:  # one of those that came with them: it must not be executed twice
@@ -73,7 +80,8 @@ class _DeferringFinder(MetaPathFinder):
         return spec
 
     def execute_all(self) -> None:
-        """In the order of torch's own import. What these modules import in their turn finds nothing left to do."""
+        """In the order of torch's own import. What these modules import in their turn finds nothing left to
+        do."""
         deferred, self._deferred = self._deferred, {}
         for _, loader in sorted(deferred.items()):
             loader.execute()
@@ -111,7 +119,8 @@ class _DeferringLoader(Loader):
     """Gives a module that is executed when the first of its names is asked for."""
 
     def __init__(self, loader: Loader, finder: _DeferringFinder | None = None) -> None:
-        """With a ``finder``, whatever else it has put off is executed first, and what others need of the module is there."""
+        """With a ``finder``, whatever else it has put off is executed first, and what others need of the
+        module is there."""
         self._loader = loader
         self._finder = finder
         self.execute: Callable[[], None] = lambda: None

@@ -1,1 +1,2 @@
-"""What crosses between server and model: chunks, sampling parameters, block tables, sizes of the cache, errors. No torch."""
+"""What crosses between server and model: chunks, sampling parameters, block tables, sizes of the cache,
+errors. No torch."""

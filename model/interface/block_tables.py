@@ -1,5 +1,5 @@
-"""The block tables of all running sequences as one array, kept up to date as blocks come and go, so that a step's batch takes
-rows of it instead of copying lists. No torch."""
+"""The block tables of all running sequences as one array, kept up to date as blocks come and go, so that a
+step's batch takes rows of it instead of copying lists. No torch."""
 
 import numpy as np
 import numpy.typing as npt
@@ -10,10 +10,13 @@ FIRST_ROWS, FIRST_WIDTH = 8, 64
 
 
 class BlockTableRows:
-    """A row per sequence and group: block ids by position // block_size, and the null block where there is none."""
+    """A row per sequence and group: block ids by position // block_size, and the null block where there is
+    none."""
 
     def __init__(self) -> None:
-        self.blocks: npt.NDArray[np.int32] = np.zeros((2, FIRST_ROWS, FIRST_WIDTH), np.int32)  # [group, row, index]; grows
+        self.blocks: npt.NDArray[np.int32] = np.zeros(
+            (2, FIRST_ROWS, FIRST_WIDTH), np.int32
+        )  # [group, row, index]; grows
         self.step = 0
         # Entries set since the last step, of either group: row and index of each.
         self.changed_rows: list[int] = []
@@ -53,7 +56,9 @@ class BlockTableRows:
             self.blocks[LOCAL, row, first:end] = local_blocks
         self._note(row, first, end)
 
-    def append_each(self, rows: list[int], indices: list[int], global_blocks: list[int], local_blocks: list[int]) -> None:
+    def append_each(
+        self, rows: list[int], indices: list[int], global_blocks: list[int], local_blocks: list[int]
+    ) -> None:
         """``append`` of one block of each group to each of the rows."""
         width = max(indices) + 1
         if width > self.blocks.shape[2]:

@@ -1,4 +1,5 @@
-"""Errors of the model side that a user can cause. Each message names the file or field and the remedy. Imports no torch."""
+"""Errors of the model side that a user can cause. Each message names the file or field and the remedy.
+Imports no torch."""
 
 
 class ModelError(Exception):

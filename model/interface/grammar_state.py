@@ -1,29 +1,33 @@
-"""What a grammar means to engine and sampler: a mask before each draw, and news of the token drawn. No torch, no text.
+"""What a grammar means to engine and sampler: a mask before each draw, and news of the token drawn. No torch,
+no text.
 
-One state belongs to one choice of one request. It moves with the tokens and never back: a preempted request keeps its tokens, and
-so its state.
+One state belongs to one choice of one request. It moves with the tokens and never back: a preempted request
+keeps its tokens, and so its state.
 """
 
 from typing import Protocol
 
 
 class GrammarFault(Exception):  # noqa: N818
-    """The grammar can't be followed any further: too complex at this point. Ends its own request; the text is fit to be shown."""
+    """The grammar can't be followed any further: too complex at this point. Ends its own request; the text is
+    fit to be shown."""
 
 
 class GrammarState(Protocol):
     """How far one choice is in its grammar."""
 
     def mask(self) -> bytes | None:
-        """The tokens that may come next, one bit per token id, the lowest bit of a byte first; ids beyond its end may not.
+        """The tokens that may come next, one bit per token id, the lowest bit of a byte first; ids beyond its
+        end may not.
 
-        End tokens are among them exactly where the grammar may end. None: it is complete and nothing may follow. May wait for a
-        computation that the last ``accept`` started. Raises GrammarFault.
+        End tokens are among them exactly where the grammar may end. None: it is complete and nothing may
+        follow. May wait for a computation that the last ``accept`` started. Raises GrammarFault.
         """
         ...
 
     def accept(self, token_id: int) -> None:
-        """Move on by a token of the last mask that is no end token. Never raises: a fault shows in the next ``mask``."""
+        """Move on by a token of the last mask that is no end token. Never raises: a fault shows in the next
+        ``mask``."""
         ...
 
     @property

@@ -1,8 +1,10 @@
-"""Sizes of the two-pool KV cache, by proof. The one place that knows how many blocks a sequence holds: start-up, admission,
-allocation, recycling, ``gemserve info`` and the error for a request that can never fit all call it. Imports no torch.
+"""Sizes of the two-pool KV cache, by proof. The one place that knows how many blocks a sequence holds:
+start-up, admission, allocation, recycling, ``gemserve info`` and the error for a request that can never fit
+all call it. Imports no torch.
 
-A block holds ``block_size`` (B) tokens of every layer of one group. The global group keeps every token. The local group keeps
-what the sliding window (W tokens, the query itself included) can still reach, counted from the last full block.
+A block holds ``block_size`` (B) tokens of every layer of one group. The global group keeps every token. The
+local group keeps what the sliding window (W tokens, the query itself included) can still reach, counted from
+the last full block.
 """
 
 from dataclasses import dataclass
@@ -35,7 +37,8 @@ class KVCachePlan:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """Shape of the cache of one model. ``bytes_per_token_per_layer`` is 2 x kv_heads x head_dim x dtype size."""
+    """Shape of the cache of one model. ``bytes_per_token_per_layer`` is 2 x kv_heads x head_dim x dtype
+    size."""
 
     block_size: int
     sliding_window: int
@@ -59,15 +62,18 @@ class KVCacheSpec:
         return self.block_size * self.num_local_layers * self.bytes_per_token_per_layer
 
     def first_local_block(self, num_computed_tokens: int) -> int:
-        """Index of the first local block that a sequence with so many computed tokens keeps; all before it are recycled.
+        """Index of the first local block that a sequence with so many computed tokens keeps; all before it
+        are recycled.
 
-        Counted from the last full block: a query at position t >= n reads keys s > t - W, hence s >= n - W + 1 at least.
+        Counted from the last full block: a query at position t >= n reads keys s > t - W, hence s >= n - W +
+        1 at least.
         """
         last_full = num_computed_tokens - num_computed_tokens % self.block_size
         return max(0, last_full - self.sliding_window + 1) // self.block_size
 
     def global_blocks(self, num_tokens: int) -> int:
-        """Blocks of the global group that hold so many tokens; of the local group too, the recycled ones included."""
+        """Blocks of the global group that hold so many tokens; of the local group too, the recycled ones
+        included."""
         return ceil_div(num_tokens, self.block_size)
 
     def blocks(self, num_computed_tokens: int, num_new_tokens: int = 0) -> BlockCount:
@@ -79,7 +85,8 @@ class KVCacheSpec:
         return BlockCount(total, total - self.first_local_block(num_computed_tokens))
 
     def local_pool_blocks(self, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-        """Local blocks, null block included, that suffice for every step of every mix of sequences (docs/kv-cache.md)."""
+        """Local blocks, null block included, that suffice for every step of every mix of sequences
+        (docs/kv-cache.md)."""
         per_sequence = self.sliding_window // self.block_size + 2
         return 1 + max_num_seqs * per_sequence + ceil_div(max_num_batched_tokens, self.block_size)
 
@@ -104,8 +111,9 @@ class KVCacheSpec:
     ) -> KVCachePlan:
         """Split a budget: the proven local pool first, then the global pool, which alone drives admission.
 
-        With prefix caching the local pool gets up to a quarter of the rest on top, so that recycled windows stay to be hit.
-        Raises ConfigError, naming the flags, when the budget, which ``setting`` gives, is too small for one global block.
+        With prefix caching the local pool gets up to a quarter of the rest on top, so that recycled windows
+        stay to be hit. Raises ConfigError, naming the flags, when the budget, which ``setting`` gives, is too
+        small for one global block.
         """
         num_local = self.local_pool_blocks(max_num_seqs, max_num_batched_tokens)
         rest = memory_bytes - num_local * self.local_block_bytes

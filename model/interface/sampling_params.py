@@ -1,4 +1,5 @@
-"""How one request wants its tokens drawn: plain values, validated on the wire, read by scheduler and sampler. No torch."""
+"""How one request wants its tokens drawn: plain values, validated on the wire, read by scheduler and sampler.
+No torch."""
 
 from dataclasses import dataclass
 
@@ -23,10 +24,15 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # prompt and generated tokens
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
-    stop_token_ids: frozenset[int] = frozenset()  # every id that ends the request, end-of-sequence ids included
+    stop_token_ids: frozenset[int] = (
+        frozenset()
+    )  # every id that ends the request, end-of-sequence ids included
     min_tokens: int = 0  # stop_token_ids are masked until this many tokens are generated
-    logprobs: int | None = None  # alternatives beside the sampled token; 0: the sampled token alone; None: off
-    # With logprobs: these tokens are reported beside the sampled one, in this order, instead of the likeliest.
+    logprobs: int | None = (
+        None  # alternatives beside the sampled token; 0: the sampled token alone; None: off
+    )
+    # With logprobs: these tokens are reported beside the sampled one, in this order, instead of the
+    # likeliest.
     logprob_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: int | None = None  # the same for the prompt's tokens, always with the likeliest
 
@@ -37,7 +43,12 @@ class SamplingParams:
     @property
     def plain(self) -> bool:
         """The token is drawn from the logits as they are, and nothing is told but the token."""
-        edited = self.penalised or bool(self.logit_bias) or self.allowed_token_ids is not None or self.min_tokens > 0
+        edited = (
+            self.penalised
+            or bool(self.logit_bias)
+            or self.allowed_token_ids is not None
+            or self.min_tokens > 0
+        )
         return not edited and self.logprobs is None
 
     @property

@@ -1,4 +1,5 @@
-"""What crosses the border between engine and model in one step: chunks of sequences in, sampled tokens out. No torch."""
+"""What crosses the border between engine and model in one step: chunks of sequences in, sampled tokens out.
+No torch."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,18 +18,19 @@ NOT_FINITE = "The model's logits are not finite for this sequence."  # the error
 
 
 class StepMemoryError(Exception):
-    """The device has no memory for a step. Nothing has happened but writes to blocks of the step's own sequences, so that the
-    same chunks may be run again, fewer or shorter ones at a time."""
+    """The device has no memory for a step. Nothing has happened but writes to blocks of the step's own
+    sequences, so that the same chunks may be run again, fewer or shorter ones at a time."""
 
 
 @dataclass(slots=True)
 class SequenceChunk:
     """The next tokens of one sequence to run through the network.
 
-    Query position p of the chunk is ``start + p``. Block tables are indexed by position // block_size and cover at least
-    ``start + len(token_ids)`` positions; entry 0 is the null block (recycled, outside the window, never read). Tables and output
-    are the engine's own: they hold until the step ends. A table that is the same list as in an earlier step holds the same
-    blocks, but for those that were added to its end or became the null block.
+    Query position p of the chunk is ``start + p``. Block tables are indexed by position // block_size and
+    cover at least ``start + len(token_ids)`` positions; entry 0 is the null block (recycled, outside the
+    window, never read). Tables and output are the engine's own: they hold until the step ends. A table that
+    is the same list as in an earlier step holds the same blocks, but for those that were added to its end or
+    became the null block.
     """
 
     token_ids: Sequence[int]
@@ -39,12 +41,17 @@ class SequenceChunk:
     samples: bool  # the chunk ends with the sequence's last known token: draw the next one
     prompt_token_ids: Sequence[int] = ()  # read for penalties only
     output_token_ids: Sequence[int] = ()  # tokens generated so far; read for penalties only
-    # Prompt log-probabilities: the token that follows position start + i, for i < len(prompt_targets) <= len(token_ids).
+    # Prompt log-probabilities: the token that follows position start + i, for i < len(prompt_targets) <=
+    # len(token_ids).
     prompt_targets: Sequence[int] = ()
     grammar: GrammarState | None = None  # what may be drawn; None: anything
     pools: bool = False  # the sum of the final hidden states of these tokens is wanted
-    position: int = -1  # of the random draw: the number of tokens generated so far, which is what a negative one becomes
-    tables: BlockTableRows | None = None  # where both block tables are also row ``row``: of all chunks of a step, or of none
+    position: int = (
+        -1
+    )  # of the random draw: the number of tokens generated so far, which is what a negative one becomes
+    tables: BlockTableRows | None = (
+        None  # where both block tables are also row ``row``: of all chunks of a step, or of none
+    )
     row: int = 0
 
     def __post_init__(self) -> None:
@@ -68,8 +75,8 @@ class LaunchedStep(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DrawnTokens:
-    """Tokens that a step draws whose results nobody has asked for. Where it draws none, as of numbers that are not finite, any
-    token stands for it."""
+    """Tokens that a step draws whose results nobody has asked for. Where it draws none, as of numbers that
+    are not finite, any token stands for it."""
 
     step: LaunchedStep  # all of whose chunks are plain
     chunks: "npt.NDArray[np.int64] | None"  # of these, in this order; None: of all
@@ -79,10 +86,11 @@ NO_TOKENS: "npt.NDArray[np.int64]" = np.zeros(0, dtype=np.int64)
 
 
 class DecodeChunks(Sequence[SequenceChunk]):
-    """One token of each of many sequences, which are the same from step to step, as arrays: a runner then has no loop over them.
+    """One token of each of many sequences, which are the same from step to step, as arrays: a runner then has
+    no loop over them.
 
-    As a sequence it makes the chunks themselves, for whoever wants these. The owner moves it on with ``move``, or with ``follow``
-    while the tokens are not known yet: then there are no chunks to be made.
+    As a sequence it makes the chunks themselves, for whoever wants these. The owner moves it on with
+    ``move``, or with ``follow`` while the tokens are not known yet: then there are no chunks to be made.
     """
 
     def __init__(
@@ -104,7 +112,9 @@ class DecodeChunks(Sequence[SequenceChunk]):
         self.plain = plain  # each of them is
         self.token_ids = self.starts = NO_TOKENS  # [n], as of a chunk
         self.drawn: DrawnTokens | None = None  # instead of ``token_ids``
-        self.scratch: dict[Hashable, Any] = {}  # a runner's own plans, which hold as long as the sequences are the same
+        self.scratch: dict[
+            Hashable, Any
+        ] = {}  # a runner's own plans, which hold as long as the sequences are the same
         self._num_prompt_tokens = np.array(num_prompt_tokens, dtype=np.int64)
         self._make_chunk = make_chunk
 
@@ -137,7 +147,9 @@ class DecodeChunks(Sequence[SequenceChunk]):
     def __getitem__(self, index: int | slice) -> SequenceChunk | list[SequenceChunk]:
         assert self.drawn is None, "the tokens are not known yet"
         indices = range(len(self))[index]
-        return self._make_chunk(indices) if isinstance(indices, int) else [self._make_chunk(i) for i in indices]
+        return (
+            self._make_chunk(indices) if isinstance(indices, int) else [self._make_chunk(i) for i in indices]
+        )
 
     def __iter__(self) -> Iterator[SequenceChunk]:
         return iter(self[:])
@@ -145,8 +157,8 @@ class DecodeChunks(Sequence[SequenceChunk]):
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Raw log-probability of one token and of others (float32 values as Python floats): the likeliest, likeliest first, or those
-    of ``SamplingParams.logprob_token_ids`` in their order."""
+    """Raw log-probability of one token and of others (float32 values as Python floats): the likeliest,
+    likeliest first, or those of ``SamplingParams.logprob_token_ids`` in their order."""
 
     token_id: int
     logprob: float
@@ -156,18 +168,21 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class ChunkResult:
-    """What one chunk yielded. ``token_ids`` is empty unless the chunk samples, and where its grammar turns out to be complete;
-    speculation can return several."""
+    """What one chunk yielded. ``token_ids`` is empty unless the chunk samples, and where its grammar turns
+    out to be complete; speculation can return several."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token id, when asked for
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per prompt target, when asked for
+    prompt_logprobs: list[TokenLogprobs] = field(
+        default_factory=list
+    )  # one per prompt target, when asked for
     hidden_sum: "npt.NDArray[np.float64] | None" = None  # [h], where the chunk pools
     error: str | None = None  # this sequence alone failed (non-finite numbers)
 
 
 class SampledTokens(Sequence[ChunkResult]):
-    """The results of chunks that yielded a token each and nothing else. As a sequence it makes ChunkResults of them."""
+    """The results of chunks that yielded a token each and nothing else. As a sequence it makes ChunkResults
+    of them."""
 
     def __init__(self, token_ids: list[int]) -> None:
         """-1: the logits were not finite."""
@@ -197,15 +212,17 @@ class Runner(Protocol):
     """The engine's view of a loaded model."""
 
     def run(self, chunks: Sequence[SequenceChunk]) -> Sequence[ChunkResult]:
-        """Run one step; one result per chunk, in order. Writes keys and values of every chunk's tokens to the cache."""
+        """Run one step; one result per chunk, in order. Writes keys and values of every chunk's tokens to the
+        cache."""
         ...
 
 
 @runtime_checkable
 class AsyncRunner(Runner, Protocol):
-    """One whose device computes beside the host. Steps are computed in the order in which they are launched."""
+    """One whose device computes beside the host. Steps are computed in the order in which they are
+    launched."""
 
     def launch(self, chunks: Sequence[SequenceChunk]) -> LaunchedStep:
-        """``run`` without the wait: blocks that a later step writes to may be those that this one reads. Raises StepMemoryError,
-        ``results`` of what it returns does not."""
+        """``run`` without the wait: blocks that a later step writes to may be those that this one reads.
+        Raises StepMemoryError, ``results`` of what it returns does not."""
         ...

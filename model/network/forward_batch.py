@@ -1,7 +1,8 @@
 """SequenceChunks (plain Python) to one ForwardBatch (tensors): the flat batch that the network runs.
 
-The chunks lie one after the other; nothing is padded but the block tables. Everything is laid out on the host and moved once, by
-operations on whole arrays: a batch of hundreds of decodes has no loop over them but those that read their fields.
+The chunks lie one after the other; nothing is padded but the block tables. Everything is laid out on the host
+and moved once, by operations on whole arrays: a batch of hundreds of decodes has no loop over them but those
+that read their fields.
 """
 
 from collections.abc import Sequence
@@ -50,7 +51,9 @@ def build_batch(chunks: Sequence[SequenceChunk], spec: KVCacheSpec, device: torc
     tables = _block_tables(chunks, -(-int(ends.max()) // block_size))
     blocks = [table[sequences, block_indices] for table in tables]
     return _batch(
-        token_ids=to_device(np.concatenate([np.asarray(chunk.token_ids, dtype=np.int64) for chunk in chunks]), device),
+        token_ids=to_device(
+            np.concatenate([np.asarray(chunk.token_ids, dtype=np.int64) for chunk in chunks]), device
+        ),
         positions=positions,
         ends=ends,
         query_lens=query_lens,
@@ -115,7 +118,7 @@ def _block_tables(chunks: Sequence[SequenceChunk], width: int) -> list[npt.NDArr
     return padded
 
 
-# -- decodes ---------------------------------------------------------------------------------------------------------------------
+# -- decodes -------------------------------------------------------------------------------------------------
 
 
 class _DecodePlan:
@@ -126,24 +129,31 @@ class _DecodePlan:
         _, num_rows, width = source.shape
         self.source = source
         self.entries = source.reshape(-1)
-        self.first_entries = chunks.rows * width + np.array([[GLOBAL], [LOCAL]]) * (num_rows * width)  # [group, num_seqs]
+        self.first_entries = chunks.rows * width + np.array([[GLOBAL], [LOCAL]]) * (
+            num_rows * width
+        )  # [group, num_seqs]
         self.query_lens = (1,) * num_seqs
         self.first_rows = tuple(range(num_seqs + 1))
         self.query_start = to_device(np.array(self.first_rows, dtype=np.int32), device)
 
 
 def _batch_of_decodes(chunks: DecodeChunks, spec: KVCacheSpec, device: torch.device) -> ForwardBatch:
-    """By operations on whole arrays, and as few as can be: each of them costs a step more than the length of its arrays does."""
+    """By operations on whole arrays, and as few as can be: each of them costs a step more than the length of
+    its arrays does."""
     plan: _DecodePlan | None = chunks.scratch.get("plan")
     if plan is None or plan.source is not chunks.tables.blocks:
         plan = chunks.scratch["plan"] = _DecodePlan(chunks, device)
     positions = chunks.starts
     block_indices, offsets = np.divmod(positions, spec.block_size)
-    slots = plan.entries.take(plan.first_entries + block_indices).astype(np.int64)  # [group, n], of block ids yet
+    slots = plan.entries.take(plan.first_entries + block_indices).astype(
+        np.int64
+    )  # [group, n], of block ids yet
     slots *= spec.block_size
     slots += offsets
     return _batch(
-        token_ids=to_device(chunks.token_ids, device) if chunks.drawn is None else drawn_token_ids(chunks.drawn, device),
+        token_ids=to_device(chunks.token_ids, device)
+        if chunks.drawn is None
+        else drawn_token_ids(chunks.drawn, device),
         positions=positions,
         ends=positions + 1,
         query_lens=plan.query_lens,
@@ -162,12 +172,16 @@ def drawn_token_ids(drawn: DrawnTokens, device: torch.device) -> torch.Tensor:
     return drawn.step.token_ids(None if drawn.chunks is None else to_device(drawn.chunks, device))
 
 
-def _tables_of_decodes(chunks: DecodeChunks, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """int32 [num_seqs, width or more] of each group on the device: kept there, and told what has changed since the step before,
-    so that a step costs the same whatever the contexts."""
+def _tables_of_decodes(
+    chunks: DecodeChunks, width: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """int32 [num_seqs, width or more] of each group on the device: kept there, and told what has changed
+    since the step before, so that a step costs the same whatever the contexts."""
     source, kept = chunks.tables, chunks.scratch.get("tables")
     if kept is None or kept.step + 1 != source.step or kept.width < width:
-        kept = chunks.scratch["tables"] = _KeptTables(chunks, min(width + SPARE_WIDTH, source.blocks.shape[2]), device)
+        kept = chunks.scratch["tables"] = _KeptTables(
+            chunks, min(width + SPARE_WIDTH, source.blocks.shape[2]), device
+        )
     elif source.changed_rows:
         rows, indices = np.array((source.changed_rows, source.changed_indices))
         first = kept.first_places[rows]
@@ -187,7 +201,9 @@ class _KeptTables:
         self.step = 0
         self.width = width
         self.groups = (tensor[GLOBAL], tensor[LOCAL])
-        self.first_places = np.full(blocks.shape[1], -1)  # row of BlockTableRows -> first of the sequence's entries in a group
+        self.first_places = np.full(
+            blocks.shape[1], -1
+        )  # row of BlockTableRows -> first of the sequence's entries in a group
         self.first_places[chunks.rows] = np.arange(len(chunks)) * width
         self._device = device
         self._entries = tensor.view(-1)
@@ -200,14 +216,19 @@ class _KeptTables:
         if self._shared is not None:
             self._shared[places] = blocks
         else:
-            self._entries.index_copy_(0, to_device(places.reshape(-1), self._device), to_device(blocks.reshape(-1), self._device))
+            self._entries.index_copy_(
+                0, to_device(places.reshape(-1), self._device), to_device(blocks.reshape(-1), self._device)
+            )
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A tensor of an array that nobody writes to any more: its own memory on a CPU, else a copy that is not waited for."""
+    """A tensor of an array that nobody writes to any more: its own memory on a CPU, else a copy that is not
+    waited for."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
-    if device.type == "cuda":  # from other than pinned memory, the host would wait until the device has done all its work
+    if (
+        device.type == "cuda"
+    ):  # from other than pinned memory, the host would wait until the device has done all its work
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

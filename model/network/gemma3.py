@@ -1,9 +1,10 @@
 """Gemma 3: the network, from token ids to the final hidden states and logits of a flat batch.
 
-A decoder block is ``x = x + post_attention_norm(attention(input_norm(x)))``, then
-``x = x + post_feedforward_norm(mlp(pre_feedforward_norm(x)))``. Routing is static: local layers see a sliding window and rotate
-with base 10 000, global layers see everything and rotate with base 1 000 000 and the model's linear scale. Source: the Gemma 3
-report (arXiv 2503.19786) and the module of the same name in transformers. The arithmetic lives behind ``model/ops``.
+A decoder block is ``x = x + post_attention_norm(attention(input_norm(x)))``, then ``x = x +
+post_feedforward_norm(mlp(pre_feedforward_norm(x)))``. Routing is static: local layers see a sliding window
+and rotate with base 10 000, global layers see everything and rotate with base 1 000 000 and the model's
+linear scale. Source: the Gemma 3 report (arXiv 2503.19786) and the module of the same name in transformers.
+The arithmetic lives behind ``model/ops``.
 """
 
 from collections.abc import Iterable, Mapping
@@ -37,13 +38,21 @@ class Attention(nn.Module):
             ops,
             "qkv",
             config.hidden_size,
-            {f"{prefix}q_proj.weight": query_size, f"{prefix}k_proj.weight": kv_size, f"{prefix}v_proj.weight": kv_size},
+            {
+                f"{prefix}q_proj.weight": query_size,
+                f"{prefix}k_proj.weight": kv_size,
+                f"{prefix}v_proj.weight": kv_size,
+            },
         )
-        self.output = Linear(ops, "attention_output", query_size, {f"{prefix}o_proj.weight": config.hidden_size})
+        self.output = Linear(
+            ops, "attention_output", query_size, {f"{prefix}o_proj.weight": config.hidden_size}
+        )
         self.q_norm = NormScale(ops, f"{prefix}q_norm.weight", head_dim)
         self.k_norm = NormScale(ops, f"{prefix}k_norm.weight", head_dim)
 
-    def forward(self, hidden: torch.Tensor, rotary: Rotary, cache: LayerCache, metadata: AttentionMetadata) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, rotary: Rotary, cache: LayerCache, metadata: AttentionMetadata
+    ) -> torch.Tensor:
         query = self.ops.qk_norm_rope_cache_write(
             self.qkv(hidden),
             self.q_norm.scale,
@@ -74,7 +83,8 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One block. Each border of two sub-layers is one operation: post-norm, residual add, and the next sub-layer's norm."""
+    """One block. Each border of two sub-layers is one operation: post-norm, residual add, and the next
+    sub-layer's norm."""
 
     def __init__(self, ops: Ops, config: Gemma3Config, layer: int) -> None:
         super().__init__()
@@ -84,10 +94,16 @@ class DecoderLayer(nn.Module):
         prefix = f"model.layers.{layer}."
         self.input_norm = NormScale(ops, f"{prefix}input_layernorm.weight", config.hidden_size)
         self.attention = Attention(ops, config, f"{prefix}self_attn.")
-        self.post_attention_norm = NormScale(ops, f"{prefix}post_attention_layernorm.weight", config.hidden_size)
-        self.pre_feedforward_norm = NormScale(ops, f"{prefix}pre_feedforward_layernorm.weight", config.hidden_size)
+        self.post_attention_norm = NormScale(
+            ops, f"{prefix}post_attention_layernorm.weight", config.hidden_size
+        )
+        self.pre_feedforward_norm = NormScale(
+            ops, f"{prefix}pre_feedforward_layernorm.weight", config.hidden_size
+        )
         self.mlp = MLP(ops, config, f"{prefix}mlp.")
-        self.post_feedforward_norm = NormScale(ops, f"{prefix}post_feedforward_layernorm.weight", config.hidden_size)
+        self.post_feedforward_norm = NormScale(
+            ops, f"{prefix}post_feedforward_layernorm.weight", config.hidden_size
+        )
 
     def forward(
         self,
@@ -98,13 +114,16 @@ class DecoderLayer(nn.Module):
         metadata: AttentionMetadata,
         next_norm: NormScale,
     ) -> torch.Tensor:
-        """``hidden`` is the normed ``residual``; updates ``residual`` in place and returns it normed by ``next_norm``."""
+        """``hidden`` is the normed ``residual``; updates ``residual`` in place and returns it normed by
+        ``next_norm``."""
         branch = self.attention(hidden, rotary, cache, metadata)
         hidden = self.ops.norm_add_norm(
             branch, residual, self.post_attention_norm.scale, self.pre_feedforward_norm.scale, self.eps
         )
         branch = self.mlp(hidden)
-        return self.ops.norm_add_norm(branch, residual, self.post_feedforward_norm.scale, next_norm.scale, self.eps)
+        return self.ops.norm_add_norm(
+            branch, residual, self.post_feedforward_norm.scale, next_norm.scale, self.eps
+        )
 
     def operands(self, next_norm: NormScale) -> LayerOperands:
         """What this block multiplies by, for a backend that runs it as a whole."""
@@ -136,12 +155,17 @@ class Gemma3(nn.Module):
         self.config = config
         self.ops = ops
         self.embedding = Embedding(ops, config)
-        self.layers = nn.ModuleList(DecoderLayer(ops, config, layer) for layer in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(ops, config, layer) for layer in range(config.num_hidden_layers)
+        )
         self.final_norm = NormScale(ops, "model.norm.weight", config.hidden_size)
         self.head = Head(ops, config, num_valid_tokens)
         self.operands: list[LayerOperands] = []  # one per layer, once the weights are there
         self.runs_whole_layers = True  # all as one operation, where the backend has it
-        angles = {False: (config.rope_local_theta, 1.0), True: (config.rope_theta, config.rope_scaling_factor)}
+        angles = {
+            False: (config.rope_local_theta, 1.0),
+            True: (config.rope_theta, config.rope_scaling_factor),
+        }
         self.rotary = RotaryEmbedding(config.head_dim, angles, ops.device)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
@@ -154,7 +178,8 @@ class Gemma3(nn.Module):
         return slots
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Fill the network from a stream, holding one tensor of it at a time. Raises CheckpointError, naming the tensor."""
+        """Fill the network from a stream, holding one tensor of it at a time. Raises CheckpointError, naming
+        the tensor."""
         slots = self.weight_slots()
         for name, tensor in tensors:
             slot = slots.pop(name, None)
@@ -163,29 +188,42 @@ class Gemma3(nn.Module):
                     f"Tensor {name} is unknown or appears twice; the checkpoint does not match its config.json."
                 )
             if tuple(tensor.shape) != slot.shape:
-                raise CheckpointError(f"Tensor {name} has shape {tuple(tensor.shape)}; the configuration wants {slot.shape}.")
+                raise CheckpointError(
+                    f"Tensor {name} has shape {tuple(tensor.shape)}; the configuration wants {slot.shape}."
+                )
             slot.fill(tensor)
         if slots:
-            raise CheckpointError(f"Tensor {min(slots)} is missing from the checkpoint ({len(slots)} missing in all).")
+            raise CheckpointError(
+                f"Tensor {min(slots)} is missing from the checkpoint ({len(slots)} missing in all)."
+            )
         if self.config.tie_word_embeddings:
             self.head.pack(self.embedding.weight, shared=True)
         self._collect_operands()
 
     def _collect_operands(self) -> None:
-        self.operands = [layer.operands(norm) for layer, norm in zip(self.blocks, self.next_norms(), strict=True)]
+        self.operands = [
+            layer.operands(norm) for layer, norm in zip(self.blocks, self.next_norms(), strict=True)
+        ]
 
     def weight_owners(self) -> dict[str, Linear | NormScale | Embedding]:
         """Every block that owns weights, by its name in the network."""
-        return {name: module for name, module in self.named_modules() if isinstance(module, Linear | NormScale | Embedding)}
+        return {
+            name: module
+            for name, module in self.named_modules()
+            if isinstance(module, Linear | NormScale | Embedding)
+        }
 
     def packed_forms(self) -> dict[str, PackedForm]:
         """All weights of the loaded network as the backend keeps them, where it stores such."""
         return {name: owner.packed_form() for name, owner in self.weight_owners().items()}
 
     def restore_weights(self, forms: Mapping[str, PackedForm]) -> bool:
-        """Fill the network with what ``packed_forms`` gave. False: they are of another network, and this one is as it was."""
+        """Fill the network with what ``packed_forms`` gave. False: they are of another network, and this one
+        is as it was."""
         owners = self.weight_owners()
-        if forms.keys() != owners.keys() or not all(owners[name].accepts(form) for name, form in forms.items()):
+        if forms.keys() != owners.keys() or not all(
+            owners[name].accepts(form) for name, form in forms.items()
+        ):
             return False
         for name, form in forms.items():
             owners[name].restore(form)
@@ -206,13 +244,16 @@ class Gemma3(nn.Module):
         return sum(owner.nbytes for owner in self.weight_owners().values())
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
-        """Final hidden states [n, h], normed, of every token of the batch; writes their keys and values to the cache."""
+        """Final hidden states [n, h], normed, of every token of the batch; writes their keys and values to
+        the cache."""
         rotary = self.rotary(batch.positions)
         metadata = {True: batch.global_attention, False: batch.local_attention}
         layers = self.blocks
         residual = self.embedding(batch.token_ids)  # [n, h]
         hidden = self.ops.rms_norm(residual, layers[0].input_norm.scale, self.config.rms_norm_eps)
-        if self.runs_whole_layers and self.ops.decoder_layers(self.operands, hidden, residual, rotary, cache.layers, metadata):
+        if self.runs_whole_layers and self.ops.decoder_layers(
+            self.operands, hidden, residual, rotary, cache.layers, metadata
+        ):
             return hidden
         for layer, kept, next_norm in zip(layers, cache.layers, self.next_norms(), strict=True):
             kind = layer.is_global
@@ -224,5 +265,6 @@ class Gemma3(nn.Module):
         return self.head(hidden)  # type: ignore[no-any-return]
 
     def greedy(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The likeliest tokens of final hidden states, where the backend finds them without all logits (``Ops.greedy``)."""
+        """The likeliest tokens of final hidden states, where the backend finds them without all logits
+        (``Ops.greedy``)."""
         return self.head.greedy(hidden)

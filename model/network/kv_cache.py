@@ -1,8 +1,9 @@
-"""The tensors of the paged KV cache: a key and a value tensor per layer, sized by its group's pool in a KVCachePlan.
+"""The tensors of the paged KV cache: a key and a value tensor per layer, sized by its group's pool in a
+KVCachePlan.
 
-Memory is not initialised: attention never reads a slot that was not written, and on a host unused blocks then cost address space
-only. Which blocks belong to whom is decided elsewhere; block 0 of each pool is the null block, never read, and written by nothing
-but rows that pad a batch.
+Memory is not initialised: attention never reads a slot that was not written, and on a host unused blocks then
+cost address space only. Which blocks belong to whom is decided elsewhere; block 0 of each pool is the null
+block, never read, and written by nothing but rows that pad a batch.
 """
 
 from collections.abc import Callable
@@ -27,4 +28,7 @@ class KVCache:
 
         pool_blocks = {True: plan.num_global_blocks, False: plan.num_local_blocks}
         self.block_size = block_size
-        self.layers = [LayerCache(unwritten(pool_blocks[kind]), unwritten(pool_blocks[kind])) for kind in config.global_layers]
+        self.layers = [
+            LayerCache(unwritten(pool_blocks[kind]), unwritten(pool_blocks[kind]))
+            for kind in config.global_layers
+        ]

@@ -1,8 +1,9 @@
-"""The building blocks of the network that own weights: linear layers, norm scales, the embedding; and rotary angles.
+"""The building blocks of the network that own weights: linear layers, norm scales, the embedding; and rotary
+angles.
 
-Weights are born on the meta device, so a network of any size costs nothing until it is filled. Each block names the tensors of
-the checkpoint that it wants (``slots``) and takes them one at a time, in any order; once a linear layer has all of its own, it
-hands its matrix to the backend, which may repack it.
+Weights are born on the meta device, so a network of any size costs nothing until it is filled. Each block
+names the tensors of the checkpoint that it wants (``slots``) and takes them one at a time, in any order; once
+a linear layer has all of its own, it hands its matrix to the backend, which may repack it.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +25,8 @@ class WeightSlot:
 
 
 class Linear(nn.Module):
-    """A linear layer without bias whose rows come from one or several tensors of the checkpoint (fused q, k, v or gate, up)."""
+    """A linear layer without bias whose rows come from one or several tensors of the checkpoint (fused q, k,
+    v or gate, up)."""
 
     def __init__(self, ops: Ops, role: LinearRole, in_features: int, pieces: Mapping[str, int]) -> None:
         """``pieces`` maps each checkpoint name to its number of output features, in order."""
@@ -49,7 +51,9 @@ class Linear(nn.Module):
     def _filler(self, name: str, first_row: int) -> Callable[[torch.Tensor], None]:
         def fill(tensor: torch.Tensor) -> None:
             if self.weight is None:
-                self.weight = torch.empty(self.out_features, self.in_features, dtype=self.ops.dtype, device=self.ops.device)
+                self.weight = torch.empty(
+                    self.out_features, self.in_features, dtype=self.ops.dtype, device=self.ops.device
+                )
             self.weight[first_row : first_row + tensor.shape[0]].copy_(tensor)
             self.missing.discard(name)
             if not self.missing:
@@ -67,7 +71,10 @@ class Linear(nn.Module):
         return self.ops.to_packed_form(self.packed)
 
     def accepts(self, form: PackedForm) -> bool:
-        return form.values.get("in_features") == self.in_features and form.values.get("out_features") == self.out_features
+        return (
+            form.values.get("in_features") == self.in_features
+            and form.values.get("out_features") == self.out_features
+        )
 
     def restore(self, form: PackedForm) -> None:
         """Take the weight of a form that it accepts, in place of being filled."""
@@ -83,14 +90,18 @@ class Linear(nn.Module):
 
 
 class Head(Linear):
-    """The output head. Rows beyond the tokenizer's vocabulary stay out, so an id without a token can never be sampled."""
+    """The output head. Rows beyond the tokenizer's vocabulary stay out, so an id without a token can never be
+    sampled."""
 
     def __init__(self, ops: Ops, config: Gemma3Config, num_valid_tokens: int) -> None:
         super().__init__(ops, "head", config.hidden_size, {"lm_head.weight": config.vocab_size})
         self.num_valid_tokens = num_valid_tokens
 
     def accepts(self, form: PackedForm) -> bool:
-        return form.values.get("in_features") == self.in_features and form.values.get("out_features") == self.num_valid_tokens
+        return (
+            form.values.get("in_features") == self.in_features
+            and form.values.get("out_features") == self.num_valid_tokens
+        )
 
     def pack(self, weight: torch.Tensor, *, shared: bool = False) -> None:
         super().pack(weight[: self.num_valid_tokens], shared=shared)
@@ -135,7 +146,8 @@ class NormScale(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token embedding times sqrt(hidden), the factor rounded to the compute dtype (25.25 for 640 in bfloat16)."""
+    """Token embedding times sqrt(hidden), the factor rounded to the compute dtype (25.25 for 640 in
+    bfloat16)."""
 
     def __init__(self, ops: Ops, config: Gemma3Config) -> None:
         super().__init__()
@@ -175,7 +187,9 @@ def _is_like(form: PackedForm, name: str, tensor: torch.Tensor) -> bool:
 class RotaryEmbedding(nn.Module):
     """Rotary angles in float32, of each kind of layer: position / factor * theta ** (-2 i / D)."""
 
-    def __init__(self, head_dim: int, kinds: Mapping[bool, tuple[float, float]], device: torch.device) -> None:
+    def __init__(
+        self, head_dim: int, kinds: Mapping[bool, tuple[float, float]], device: torch.device
+    ) -> None:
         """``kinds``: theta and factor, by whether a layer is global."""
         super().__init__()
         self.kinds = tuple(kinds)
@@ -186,4 +200,6 @@ class RotaryEmbedding(nn.Module):
     def forward(self, positions: torch.Tensor) -> dict[bool, tuple[torch.Tensor, torch.Tensor]]:
         """positions int64 [n] -> cos, sin float32 [n, D / 2] of each kind."""
         angles = positions[:, None].float() * self.inverse_frequencies
-        return dict(zip(self.kinds, zip(angles.cos().unbind(), angles.sin().unbind(), strict=True), strict=True))
+        return dict(
+            zip(self.kinds, zip(angles.cos().unbind(), angles.sin().unbind(), strict=True), strict=True)
+        )

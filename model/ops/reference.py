@@ -1,7 +1,8 @@
-"""Every operation in plain torch: the specification that all backends are tested against, and the fallback everywhere.
+"""Every operation in plain torch: the specification that all backends are tested against, and the fallback
+everywhere.
 
-The contract of each method is written in ``model/ops/interface.py``; this file favours being obviously right, and is only as fast
-as plain torch allows without obscuring that.
+The contract of each method is written in ``model/ops/interface.py``; this file favours being obviously right,
+and is only as fast as plain torch allows without obscuring that.
 """
 
 from collections import defaultdict
@@ -13,8 +14,12 @@ import torch.nn.functional as F
 from model.host.cpu_features import cpu_computes_bfloat16
 from model.ops.interface import AttentionMetadata, Candidates, LinearRole, LinearWeight, Ops
 
-MAX_SCORES = 1 << 23  # attention scores held at once (32 MiB of float32): queries of a long prefill are sliced to stay below
-WEIGHT_SLICE_ELEMENTS = 1 << 18  # elements of a bfloat16 weight widened to float32 at once: 1 MiB, which stays in cache
+MAX_SCORES = (
+    1 << 23
+)  # attention scores held at once (32 MiB of float32): queries of a long prefill are sliced to stay below
+WEIGHT_SLICE_ELEMENTS = (
+    1 << 18
+)  # elements of a bfloat16 weight widened to float32 at once: 1 MiB, which stays in cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +35,8 @@ class DecodeGroup:
     """Decoding sequences of similar context, batched: which slots to gather and which of them count."""
 
     tokens: torch.Tensor  # int64 [s]: rows of the flat batch
-    slots: torch.Tensor  # int64 [s, t]: cache slots; places past a sequence's keys repeat its last, so nothing unwritten is read
+    # int64 [s, t]: cache slots; places past a sequence's keys repeat its last, so nothing unwritten is read
+    slots: torch.Tensor
     padding: torch.Tensor | None  # bool [s, 1, 1, t]: True where a place is padding; None when there is none
 
 
@@ -51,17 +57,22 @@ class AttentionPlan:
 
 
 def plan_attention(metadata: AttentionMetadata) -> AttentionPlan:
-    """Slots that each sequence reads, found once per step and layer group: exactly the visible keys, never a slot beyond.
+    """Slots that each sequence reads, found once per step and layer group: exactly the visible keys, never a
+    slot beyond.
 
-    Lengths are those of the tensor: the host's copies are only upper bounds in a captured step. Of length 0 are rows of padding,
-    which read nothing.
+    Lengths are those of the tensor: the host's copies are only upper bounds in a captured step. Of length 0
+    are rows of padding, which read nothing.
     """
     device = metadata.block_table.device
     block_size = metadata.block_size
     prefills: list[PrefillSequence] = []
-    decodes: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)  # by power of two of keys, so that padding is bounded
+    decodes: dict[int, list[tuple[int, int, int, int]]] = defaultdict(
+        list
+    )  # by power of two of keys, so that padding is bounded
     token = 0
-    for i, (num_queries, context) in enumerate(zip(metadata.query_lens, metadata.context_lens_tensor.tolist(), strict=True)):
+    for i, (num_queries, context) in enumerate(
+        zip(metadata.query_lens, metadata.context_lens_tensor.tolist(), strict=True)
+    ):
         if context == 0:
             token += num_queries
             continue
@@ -71,12 +82,16 @@ def plan_attention(metadata: AttentionMetadata) -> AttentionPlan:
             decodes[(context - first).bit_length()].append((i, token, first, context))
         elif num_queries:
             positions = torch.arange(first, context, device=device)
-            slots = metadata.block_table[i, positions // block_size].long() * block_size + positions % block_size
+            slots = (
+                metadata.block_table[i, positions // block_size].long() * block_size + positions % block_size
+            )
             prefills.append(PrefillSequence(token, num_queries, start - first, slots))
         token += num_queries
     groups = []
     for members in decodes.values():
-        sequences, tokens, firsts, contexts = (torch.tensor(column, device=device) for column in zip(*members, strict=True))
+        sequences, tokens, firsts, contexts = (
+            torch.tensor(column, device=device) for column in zip(*members, strict=True)
+        )
         num_keys = max(context - first for _, _, first, context in members)
         positions = firsts[:, None] + torch.arange(num_keys, device=device)  # [s, t]
         is_padding = positions >= contexts[:, None]
@@ -116,7 +131,8 @@ class ReferenceOps(Ops):
 
     @staticmethod
     def _linear_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Float32 result of a bfloat16 product: exact products, float32 sums, the weight widened a slice at a time."""
+        """Float32 result of a bfloat16 product: exact products, float32 sums, the weight widened a slice at a
+        time."""
         out_features, in_features = weight.shape
         rows = max(1, WEIGHT_SLICE_ELEMENTS // in_features)
         wide = x.float()
@@ -130,7 +146,12 @@ class ReferenceOps(Ops):
         return _rms_norm_float32(x, scale, eps).to(x.dtype)
 
     def norm_add_norm(
-        self, branch: torch.Tensor, residual: torch.Tensor, post_scale: torch.Tensor, next_scale: torch.Tensor, eps: float
+        self,
+        branch: torch.Tensor,
+        residual: torch.Tensor,
+        post_scale: torch.Tensor,
+        next_scale: torch.Tensor,
+        eps: float,
     ) -> torch.Tensor:
         residual += self.rms_norm(branch, post_scale, eps)
         return self.rms_norm(residual, next_scale, eps)
@@ -164,7 +185,12 @@ class ReferenceOps(Ops):
         return query
 
     def paged_attention(
-        self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata, scale: float
+        self,
+        query: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
     ) -> torch.Tensor:
         plan = metadata.scratch.get("reference")
         if plan is None:
@@ -173,7 +199,9 @@ class ReferenceOps(Ops):
         num_kv_heads = k_cache.shape[2]
         output = torch.zeros_like(query)
         for group in plan.decodes:
-            grouped = query[group.tokens].view(-1, num_kv_heads, num_heads // num_kv_heads, head_dim).float()  # [s, Hkv, G, D]
+            grouped = (
+                query[group.tokens].view(-1, num_kv_heads, num_heads // num_kv_heads, head_dim).float()
+            )  # [s, Hkv, G, D]
             key = _gather(k_cache, group.slots).permute(0, 2, 3, 1)  # [s, Hkv, D, t]
             value = _gather(v_cache, group.slots).transpose(1, 2)  # [s, Hkv, t, D]
             scores = torch.matmul(grouped * scale, key)
@@ -185,17 +213,22 @@ class ReferenceOps(Ops):
             rows = slice(sequence.first_token, sequence.first_token + sequence.num_queries)
             key = _gather(k_cache, sequence.slots)  # [t, Hkv, D]
             value = _gather(v_cache, sequence.slots)
-            output[rows] = _prefill_attention(query[rows], key, value, sequence.first_query, metadata.window, scale)
+            output[rows] = _prefill_attention(
+                query[rows], key, value, sequence.first_query, metadata.window, scale
+            )
         return output.view(num_tokens, num_heads * head_dim)
 
     def all_finite(self, logits: torch.Tensor) -> torch.Tensor:
-        return torch.isfinite(logits.sum(dim=-1))  # a NaN or an infinity stays one in the sum, and logits are far from overflow
+        return torch.isfinite(
+            logits.sum(dim=-1)
+        )  # a NaN or an infinity stays one in the sum, and logits are far from overflow
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.argmax(dim=-1)
 
     def top_candidates(self, logits: torch.Tensor, k: int, temperature: torch.Tensor) -> Candidates:
-        # One more than asked shows whether the k-th value is shared with a token outside, which torch.topk chooses arbitrarily.
+        # One more than asked shows whether the k-th value is shared with a token outside, which torch.topk
+        # chooses arbitrarily.
         values, token_ids = logits.topk(min(k + 1, logits.shape[1]), dim=-1)
         if values.shape[1] > k:
             for row in (values[:, k] == values[:, k - 1]).nonzero()[:, 0].tolist():
@@ -217,22 +250,28 @@ class ReferenceOps(Ops):
         min_p: torch.Tensor,
         uniform: torch.Tensor,
     ) -> torch.Tensor:
-        weights = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature[:, None]).exp_()  # relative to the likeliest
+        weights = (
+            (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature[:, None]).exp_()
+        )  # relative to the likeliest
         cutting = (top_p < 1.0).nonzero()[:, 0]
         if len(cutting):
             likeliest_first, order = weights[cutting].sort(dim=-1, descending=True, stable=True)
             mass = likeliest_first.cumsum(dim=-1, dtype=torch.float64)
             removed = mass - likeliest_first >= top_p[cutting, None] * mass[:, -1:]
             removed[:, 0] = False
-            weights[cutting] = weights[cutting].masked_fill(torch.zeros_like(removed).scatter(1, order, removed), 0.0)
+            weights[cutting] = weights[cutting].masked_fill(
+                torch.zeros_like(removed).scatter(1, order, removed), 0.0
+            )
         weights.masked_fill_(weights < min_p[:, None], 0.0)
         return inverse_cdf(weights, uniform)
 
 
 def inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Index of the first entry whose running sum exceeds uniform * total, per row: weights [r, k] >= 0, uniform float64 [r]."""
+    """Index of the first entry whose running sum exceeds uniform * total, per row: weights [r, k] >= 0,
+    uniform float64 [r]."""
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    # The total is a running sum's end, and uniform < 1: a product rounded up to the total would otherwise run off the end.
+    # The total is a running sum's end, and uniform < 1: a product rounded up to the total would otherwise run
+    # off the end.
     total = cumulative[:, -1:]
     target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cumulative, target, right=True)[:, 0]
@@ -259,12 +298,18 @@ def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 
 def _prefill_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first_query: int, window: int | None, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    first_query: int,
+    window: int | None,
+    scale: float,
 ) -> torch.Tensor:
     """Attention of consecutive queries over a gathered context.
 
-    query [q, Hq, D]; key, value float32 [t, Hkv, D]; query j stands at place first_query + j of the context. Queries are taken in
-    slices, each over just the keys that one of them can see, so that the scores held at once stay bounded.
+    query [q, Hq, D]; key, value float32 [t, Hkv, D]; query j stands at place first_query + j of the context.
+    Queries are taken in slices, each over just the keys that one of them can see, so that the scores held at
+    once stay bounded.
     """
     num_queries, num_heads, head_dim = query.shape
     num_keys, num_kv_heads, _ = key.shape
@@ -278,10 +323,20 @@ def _prefill_attention(
         high = place + count
         grouped = query[first : first + count].float().view(count, num_kv_heads, group, head_dim) * scale
         grouped = grouped.permute(1, 2, 0, 3).reshape(num_kv_heads, group * count, head_dim)
-        scores = torch.matmul(grouped, key[low:high].permute(1, 2, 0)).view(num_kv_heads, group, count, high - low)
-        distance = torch.arange(place, high, device=query.device)[:, None] - torch.arange(low, high, device=query.device)
+        scores = torch.matmul(grouped, key[low:high].permute(1, 2, 0)).view(
+            num_kv_heads, group, count, high - low
+        )
+        distance = torch.arange(place, high, device=query.device)[:, None] - torch.arange(
+            low, high, device=query.device
+        )
         hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-        weights = torch.softmax(scores.masked_fill_(hidden, -torch.inf), dim=-1).view(num_kv_heads, group * count, high - low)
-        result = torch.matmul(weights, value[low:high].transpose(0, 1)).view(num_kv_heads, group, count, head_dim)
-        output[first : first + count] = result.permute(2, 0, 1, 3).reshape(count, num_heads, head_dim).to(query.dtype)
+        weights = torch.softmax(scores.masked_fill_(hidden, -torch.inf), dim=-1).view(
+            num_kv_heads, group * count, high - low
+        )
+        result = torch.matmul(weights, value[low:high].transpose(0, 1)).view(
+            num_kv_heads, group, count, head_dim
+        )
+        output[first : first + count] = (
+            result.permute(2, 0, 1, 3).reshape(count, num_heads, head_dim).to(query.dtype)
+        )
     return output

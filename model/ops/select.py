@@ -13,9 +13,10 @@ logger = logging.getLogger(__name__)
 def select_ops(device: torch.device, dtype: torch.dtype, quantization: str = "none") -> Ops:
     """The best backend for a device and compute dtype that works on this machine.
 
-    ``quantization``: "none" keeps weights as they are; "int8" and "int4" round those of linear layers to 8 or 4 bits, "fp8" also
-    their inputs; "auto" is int8 on CPUs with fast kernels for it, whose loss is too small to matter (docs/performance.md), and
-    elsewhere none. Raises ConfigError when no backend does what was asked.
+    ``quantization``: "none" keeps weights as they are; "int8" and "int4" round those of linear layers to 8 or
+    4 bits, "fp8" also their inputs; "auto" is int8 on CPUs with fast kernels for it, whose loss is too small
+    to matter (docs/performance.md), and elsewhere none. Raises ConfigError when no backend does what was
+    asked.
     """
     from model.ops.reference import ReferenceOps
 
@@ -36,7 +37,9 @@ def select_ops(device: torch.device, dtype: torch.dtype, quantization: str = "no
                 case "int8" | "int4":
                     return CpuOps(device, dtype, quantization)
         except BuildError as error:
-            logger.warning("The fast CPU kernels are not used: %s. Everything works, several times slower.", error)
+            logger.warning(
+                "The fast CPU kernels are not used: %s. Everything works, several times slower.", error
+            )
     if quantization in ("int8", "int4"):
         raise ConfigError(
             f"--quantization {quantization} needs the compiled CPU kernels, which are not to be had here. Use none or auto."
@@ -49,11 +52,16 @@ def _select_cuda_ops(device: torch.device, dtype: torch.dtype, quantization: str
     from model.ops.reference import ReferenceOps
 
     if quantization == "int4":
-        raise ConfigError("--quantization int4 is not supported on GPUs. Use int8, fp8 (Ada, Hopper and later) or none.")
+        raise ConfigError(
+            "--quantization int4 is not supported on GPUs. Use int8, fp8 (Ada, Hopper and later) or none."
+        )
     try:
         from model.ops.cuda.backend import CudaOps, QuantizedCudaOps
     except ImportError as error:
-        logger.warning("The CUDA kernels are not used: %s. Everything works, several times slower. Install triton.", error)
+        logger.warning(
+            "The CUDA kernels are not used: %s. Everything works, several times slower. Install triton.",
+            error,
+        )
     else:
         major, minor = torch.cuda.get_device_capability(device)
         if major >= 8:

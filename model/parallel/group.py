@@ -1,8 +1,9 @@
-"""The collective operations of one rank: gloo between CPUs, NCCL between CUDA devices. A process has one group at a time.
+"""The collective operations of one rank: gloo between CPUs, NCCL between CUDA devices. A process has one
+group at a time.
 
-Every rank must take part in every collective operation, in the same order, or all of them wait for ever. A rank that runs out of
-memory in the middle of the network therefore goes through the rest of its sums with zeros (``finish_step``), and tells afterwards
-that its results are worthless.
+Every rank must take part in every collective operation, in the same order, or all of them wait for ever. A
+rank that runs out of memory in the middle of the network therefore goes through the rest of its sums with
+zeros (``finish_step``), and tells afterwards that its results are worthless.
 """
 
 import os
@@ -14,7 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(minutes=30)  # the engine's own watchdog is far quicker; this one ends a rank that was forgotten
+TIMEOUT = timedelta(
+    minutes=30
+)  # the engine's own watchdog is far quicker; this one ends a rank that was forgotten
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
 
@@ -22,7 +25,8 @@ class Group:
     """One rank's view. All ranks are processes of one machine."""
 
     def __init__(self, rank: int, size: int, device: torch.device, rendezvous: Path) -> None:
-        """``rendezvous``: a file that does not exist yet, the same for all ranks, in a folder of this user alone."""
+        """``rendezvous``: a file that does not exist yet, the same for all ranks, in a folder of this user
+        alone."""
         self.rank = rank
         self.size = size
         self.device = device
@@ -55,7 +59,7 @@ class Group:
         """Every rank's tensor to rank 0's ``received``, which is empty on the others."""
         dist.gather(tensor, list(received) if self.rank == 0 else None)
 
-    # -- steps -----------------------------------------------------------------------------------------------------------------
+    # -- steps -----------------------------------------------------------------------------------------------
 
     def begin_step(self, reductions: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
         """The network of a step sums up so many tensors of one shape."""
@@ -73,6 +77,7 @@ class Group:
                 self.all_reduce(zeros)
 
     def close(self) -> None:
-        """For another group in this process. NCCL is left to the end of the process: with ranks that are gone it may wait."""
+        """For another group in this process. NCCL is left to the end of the process: with ranks that are gone
+        it may wait."""
         if not self._uses_nccl:
             dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""The layers of the network that span ranks, put in the place of its own: row-parallel linears, the look-up in a divided
-embedding and a head whose logits are gathered. Everything else of the network, column-parallel linears among it, is that of a
-smaller model and knows of no other rank.
+"""The layers of the network that span ranks, put in the place of its own: row-parallel linears, the look-up
+in a divided embedding and a head whose logits are gathered. Everything else of the network, column-parallel
+linears among it, is that of a smaller model and knows of no other rank.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -49,8 +49,9 @@ class DividedEmbedding(Embedding):
 
 
 class DividedHead(Head):
-    """Each rank computes the logits of its rows of the vocabulary, for hidden states that rank 0 sends: on rank 0 ``forward`` is
-    that of a whole head, and the others, whom ``announce`` tells to, call ``take_part``."""
+    """Each rank computes the logits of its rows of the vocabulary, for hidden states that rank 0 sends: on
+    rank 0 ``forward`` is that of a whole head, and the others, whom ``announce`` tells to, call
+    ``take_part``."""
 
     def __init__(self, group: Group, ops: Ops, part: Part) -> None:
         super().__init__(ops, part.whole, part.num_valid_tokens)
@@ -59,7 +60,8 @@ class DividedHead(Head):
         self.out_features = len(part.embedding_rows)
         self.pieces = {HEAD: self.out_features}
         self.announce: Callable[[int], None] | None = None  # that so many rows are sent next
-        # Taken once, so that it is there when memory runs out: what each rank sends and rank 0 receives, and hidden states.
+        # Taken once, so that it is there when memory runs out: what each rank sends and rank 0 receives, and
+        # hidden states.
         count = 1 + group.size if group.rank == 0 else 1
         self.sent, *self.received = torch.empty(count, MAX_ROWS, max(self.widths), device=ops.device)
         self.hidden = torch.empty(MAX_ROWS, self.in_features, dtype=ops.dtype, device=ops.device)
@@ -90,10 +92,13 @@ class DividedHead(Head):
         self._send(hidden)
 
     def _send(self, x: torch.Tensor) -> None:
-        """Logits of this rank's rows to rank 0. Whatever happens, something is sent: the others wait for it."""
+        """Logits of this rank's rows to rank 0. Whatever happens, something is sent: the others wait for
+        it."""
         sent = self.sent[: len(x)]
         try:
-            sent[:, : self.widths[self.group.rank]] = super().forward(x)  # what stands beyond is cut off again
+            sent[:, : self.widths[self.group.rank]] = super().forward(
+                x
+            )  # what stands beyond is cut off again
         finally:
             self.group.gather(sent, [part[: len(x)] for part in self.received])
 
@@ -127,7 +132,10 @@ def check_quantization(quantization: str, whole: Gemma3Config, size: int) -> Non
         return
     rank = divided_config(whole, size)
     inputs: dict[LinearRole, tuple[int, int]] = {
-        "attention_output": (whole.num_attention_heads * whole.head_dim, rank.num_attention_heads * rank.head_dim),
+        "attention_output": (
+            whole.num_attention_heads * whole.head_dim,
+            rank.num_attention_heads * rank.head_dim,
+        ),
         "down": (whole.intermediate_size, rank.intermediate_size),
     }
     for role, (undivided, divided) in inputs.items():

@@ -53,7 +53,8 @@ class Logits:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A rank has done what it was told. ``fault``: not, for a reason that the user can mend; ``no_memory``: a step found none."""
+    """A rank has done what it was told. ``fault``: not, for a reason that the user can mend; ``no_memory``: a
+    step found none."""
 
     free_memory: int = 0
     fault: ModelError | None = None
@@ -64,7 +65,8 @@ _ANY = SamplingParams(max_tokens=0)
 
 
 def network_part(chunk: SequenceChunk) -> SequenceChunk:
-    """A chunk with what decides what the network computes, packed for the way; everything else is rank 0's business."""
+    """A chunk with what decides what the network computes, packed for the way; everything else is rank 0's
+    business."""
     return SequenceChunk(
         token_ids=_packed(chunk.token_ids),
         start=chunk.start,

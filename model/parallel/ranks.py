@@ -1,8 +1,9 @@
-"""The processes of ranks 1 to N - 1, as rank 0 sees them: started, told, answered, watched and ended. Imports no torch.
+"""The processes of ranks 1 to N - 1, as rank 0 sees them: started, told, answered, watched and ended. Imports
+no torch.
 
-Two connections lead to each. Messages go through the first. The second, the lifeline, holds nothing as long as both ends live:
-a rank ends at once when rank 0 closes it, however rank 0 ended, and writes into it why it ends itself; rank 0 learns of a rank's
-end from it, whatever rank 0 is waiting for just then.
+Two connections lead to each. Messages go through the first. The second, the lifeline, holds nothing as long
+as both ends live: a rank ends at once when rank 0 closes it, however rank 0 ended, and writes into it why it
+ends itself; rank 0 learns of a rank's end from it, whatever rank 0 is waiting for just then.
 """
 
 import contextlib
@@ -28,11 +29,14 @@ from model.parallel.messages import Answer
 from model.parallel.split import FLAG
 
 WORKER = "model.parallel.worker"
-# How long rank 0 waits for news of a rank's end once something broke, and for the ends of ranks that have nothing to do.
+# How long rank 0 waits for news of a rank's end once something broke, and for the ends of ranks that have
+# nothing to do.
 EXPLAIN_SECONDS = 5.0
 END_SECONDS = 2.0
 POLL_SECONDS = 1.0
-_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main(*sys.argv[2:])"
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main(*sys.argv[2:])"
+)
 
 
 T = TypeVar("T")
@@ -53,7 +57,8 @@ class _Rank:
 
 
 class Ranks:
-    """Starts the processes, which import torch meanwhile. ``close`` ends them; so does the end of this process."""
+    """Starts the processes, which import torch meanwhile. ``close`` ends them; so does the end of this
+    process."""
 
     def __init__(self, size: int, worker: str = WORKER) -> None:
         """``worker``: the module whose ``main(rank, size, messages, lifeline)`` the processes run."""
@@ -67,7 +72,9 @@ class Ranks:
         self._is_closing = False
         self._ranks = [self._start(number, worker) for number in range(1, size)]
         for rank in self._ranks:
-            rank.watcher = threading.Thread(target=self._watch, args=(rank,), name=f"gemserve-rank-{rank.number}", daemon=True)
+            rank.watcher = threading.Thread(
+                target=self._watch, args=(rank,), name=f"gemserve-rank-{rank.number}", daemon=True
+            )
             rank.watcher.start()
 
     @property
@@ -88,7 +95,7 @@ class Ranks:
             )
         return _Rank(number, process, Connection(messages.detach()), lifeline)
 
-    # -- talking ---------------------------------------------------------------------------------------------------------------
+    # -- talking ---------------------------------------------------------------------------------------------
 
     def send(self, message: object) -> None:
         """The same message to all. Raises RankError."""
@@ -117,7 +124,7 @@ class Ranks:
                 raise answer.fault
         return answers
 
-    # -- the end ---------------------------------------------------------------------------------------------------------------
+    # -- the end ---------------------------------------------------------------------------------------------
 
     def on_death(self, callback: Callable[[RankError], None]) -> None:
         """Have a callback told, in some thread, when a rank has ended."""
@@ -133,7 +140,8 @@ class Ranks:
         return error if self.death is None else self.death
 
     def guarded(self, work: Callable[[], T]) -> T:
-        """What some work gives, or the end of a rank, for which it may wait in vain: it is left to itself then."""
+        """What some work gives, or the end of a rank, for which it may wait in vain: it is left to itself
+        then."""
         outcome: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
 
         def run() -> None:
@@ -163,7 +171,11 @@ class Ranks:
         if reason:
             logger.error("%s failed\n%s", name, reason)
         ending = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        why = reason.splitlines()[-1] if reason else "the system's log may say why; too little memory is a frequent reason"
+        why = (
+            reason.splitlines()[-1]
+            if reason
+            else "the system's log may say why; too little memory is a frequent reason"
+        )
         with self._lock:
             if self.death is None:
                 self.death = RankError(f"{name} {ending}: {why}")
@@ -188,7 +200,8 @@ class Ranks:
 
 
 def adopt(messages: str, lifeline: str) -> tuple[Connection, socket.socket]:
-    """A rank's ends of the two connections. From here on the process ends with rank 0, in whatever code it is."""
+    """A rank's ends of the two connections. From here on the process ends with rank 0, in whatever code it
+    is."""
     ends = Connection(int(messages)), socket.socket(fileno=int(lifeline))
 
     def end_with_rank_0() -> None:

@@ -1,6 +1,6 @@
-"""ParallelRunner: a ModelRunner whose model is divided among the ranks of a tensor-parallel group. It is rank 0 of them and the
-only one that anybody else sees: it tells the others each step in one message, samples alone, and fails a step for which one of
-them had no memory. The end of a rank ends it.
+"""ParallelRunner: a ModelRunner whose model is divided among the ranks of a tensor-parallel group. It is rank
+0 of them and the only one that anybody else sees: it tells the others each step in one message, samples
+alone, and fails a step for which one of them had no memory. The end of a rank ends it.
 """
 
 import logging
@@ -49,8 +49,9 @@ class ParallelRunner(ShardRunner):
         group: Group | None = None,
         **arguments: Any,
     ) -> "ParallelRunner":
-        """``ModelRunner.load`` on all ranks at once; each reads the files and keeps its share. ``group``: the one that the ranks
-        are in already, from an earlier load. Raises ConfigError, CheckpointError and RankError."""
+        """``ModelRunner.load`` on all ranks at once; each reads the files and keeps its share. ``group``: the
+        one that the ranks are in already, from an earlier load. Raises ConfigError, CheckpointError and
+        RankError."""
         whole = checkpoint.config
         divided_config(whole, ranks.size)  # refuses what cannot be
         target = resolve_device(device)
@@ -63,8 +64,14 @@ class ParallelRunner(ShardRunner):
         if target.type == "cpu":
             num_threads = num_threads or max(1, torch.get_num_threads() // ranks.size)
         num_valid_tokens = min(whole.vocab_size, num_valid_tokens or whole.vocab_size)
-        common: dict[str, Any] = {"quantization": quantization, "num_threads": num_threads, "num_valid_tokens": num_valid_tokens}
-        shared = {name: value for name, value in arguments.items() if name in ("dtype", "block_size")} | common
+        common: dict[str, Any] = {
+            "quantization": quantization,
+            "num_threads": num_threads,
+            "num_valid_tokens": num_valid_tokens,
+        }
+        shared = {
+            name: value for name, value in arguments.items() if name in ("dtype", "block_size")
+        } | common
         joined = _connect(ranks, target.type) if group is None else group
         try:
             ranks.send(Load(checkpoint, num_valid_tokens, shared))
@@ -85,7 +92,8 @@ class ParallelRunner(ShardRunner):
         self._free_elsewhere = [answer.free_memory for answer in answers]
 
     def free_memory(self) -> int:
-        """Bytes that each rank can still take: on a CPU a share of what all have, else what the fullest device has left."""
+        """Bytes that each rank can still take: on a CPU a share of what all have, else what the fullest
+        device has left."""
         if self.ops.device.type == "cpu":
             return super().free_memory() // self.group.size
         return min(super().free_memory(), *self._free_elsewhere)

@@ -1,5 +1,5 @@
-"""A ModelRunner for one rank's share of a model. On its own it is what runs on every rank but the first: it computes the network
-and its part of the logits in step with the others, and draws nothing.
+"""A ModelRunner for one rank's share of a model. On its own it is what runs on every rank but the first: it
+computes the network and its part of the logits in step with the others, and draws nothing.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,8 @@
 """Which part of a model each rank of a tensor-parallel group holds. Imports no torch.
 
-Query heads, their KV heads and the MLP's intermediate features are divided evenly; where there are fewer KV heads than ranks,
-each KV head is held by as many ranks as read it. Rows of the vocabulary are divided as evenly as they can be. Norms are held by
-every rank. Source of the scheme: Megatron-LM (arXiv 1909.08053).
+Query heads, their KV heads and the MLP's intermediate features are divided evenly; where there are fewer KV
+heads than ranks, each KV head is held by as many ranks as read it. Rows of the vocabulary are divided as
+evenly as they can be. Norms are held by every rank. Source of the scheme: Megatron-LM (arXiv 1909.08053).
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,7 +32,8 @@ def _divides(config: Gemma3Config, size: int) -> bool:
 
 
 def divided_config(config: Gemma3Config, size: int) -> Gemma3Config:
-    """What one rank computes, as a model of its own; its vocabulary is still the whole one. Raises ConfigError."""
+    """What one rank computes, as a model of its own; its vocabulary is still the whole one. Raises
+    ConfigError."""
     if size not in (sizes := possible_sizes(config)):
         raise ConfigError(
             f"{FLAG} {size} does not divide this model of {config.num_attention_heads} query heads, "
@@ -50,7 +51,9 @@ def divided_config(config: Gemma3Config, size: int) -> Gemma3Config:
 def rank_parameter_count(config: Gemma3Config, size: int, tied: bool) -> int:
     """Weights of the rank that holds most."""
     elsewhere = config.vocab_size - ceil_div(config.vocab_size, size)
-    return divided_config(config, size).parameter_count(tied) - elsewhere * config.hidden_size * (1 if tied else 2)
+    return divided_config(config, size).parameter_count(tied) - elsewhere * config.hidden_size * (
+        1 if tied else 2
+    )
 
 
 @dataclass(frozen=True, slots=True)

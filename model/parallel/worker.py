@@ -1,5 +1,6 @@
-"""The process of a rank other than rank 0: does what rank 0 tells it, and ends with it. It serves nobody, logs nothing and takes
-no signals: what goes wrong is told to rank 0. torch is imported when the process is already bound to rank 0's life.
+"""The process of a rank other than rank 0: does what rank 0 tells it, and ends with it. It serves nobody,
+logs nothing and takes no signals: what goes wrong is told to rank 0. torch is imported when the process is
+already bound to rank 0's life.
 """
 
 import contextlib
@@ -62,7 +63,11 @@ class Worker:
 
         from model.parallel.group import Group
 
-        device = torch.device(message.device_type, self._rank) if message.device_type == "cuda" else torch.device("cpu")
+        device = (
+            torch.device(message.device_type, self._rank)
+            if message.device_type == "cuda"
+            else torch.device("cpu")
+        )
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._group = Group(self._rank, self._size, device, message.rendezvous)

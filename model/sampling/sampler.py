@@ -1,10 +1,11 @@
 """Draws the next token of each row of logits, batched, as each request's SamplingParams ask.
 
-Order: penalties (repetition on prompt and generated tokens; presence and frequency on generated tokens only), bias, masks (a
-grammar's last, and with it no min_tokens: its end tokens are the grammar's business);
-temperature; top-k; top-p of what top-k left; min-p. Log-probabilities are those of the raw logits, before all of it. A draw is
-the inverse CDF at one uniform number that depends on (seed, choice, position) alone, so neither the batch nor a preemption
-changes it. Ties go to the lowest id. Nothing ever sorts the vocabulary but a top-k that is a large part of it.
+Order: penalties (repetition on prompt and generated tokens; presence and frequency on generated tokens only),
+bias, masks (a grammar's last, and with it no min_tokens: its end tokens are the grammar's business);
+temperature; top-k; top-p of what top-k left; min-p. Log-probabilities are those of the raw logits, before all
+of it. A draw is the inverse CDF at one uniform number that depends on (seed, choice, position) alone, so
+neither the batch nor a preemption changes it. Ties go to the lowest id. Nothing ever sorts the vocabulary but
+a top-k that is a large part of it.
 """
 
 from collections import Counter, defaultdict
@@ -22,20 +23,24 @@ from model.ops.interface import Ops
 from model.ops.reference import inverse_cdf
 from model.sampling.random_streams import stream_states, uniforms
 
-NOTHING_LEFT = (
-    "No token is left to draw: allowed_token_ids, logit_bias, stop_token_ids, min_tokens and the grammar exclude every token."
-)
+NOTHING_LEFT = "No token is left to draw: allowed_token_ids, logit_bias, stop_token_ids, min_tokens and the grammar exclude every token."
 
 
 class Sampler:
-    """Samples from float32 logits [r, V] whose width is the number of valid tokens. ``sample`` may overwrite them."""
+    """Samples from float32 logits [r, V] whose width is the number of valid tokens. ``sample`` may overwrite
+    them."""
 
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
-        self.may_wait = ops.device.type == "cpu"  # for what the device has computed; elsewhere the host is to run ahead of it
+        self.may_wait = (
+            ops.device.type == "cpu"
+        )  # for what the device has computed; elsewhere the host is to run ahead of it
 
-    def draw(self, logits: torch.Tensor, groups: Sequence["DrawGroup"], positions: npt.NDArray[np.int64]) -> torch.Tensor:
-        """A token per row of finite logits, as they are: int64 [r]. Waits for nothing that the device computes."""
+    def draw(
+        self, logits: torch.Tensor, groups: Sequence["DrawGroup"], positions: npt.NDArray[np.int64]
+    ) -> torch.Tensor:
+        """A token per row of finite logits, as they are: int64 [r]. Waits for nothing that the device
+        computes."""
         if len(groups) == 1:
             return self._draw(logits, groups[0], positions)
         drawn = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -43,7 +48,9 @@ class Sampler:
             drawn[group.rows] = self._draw(logits[group.rows], group, positions[group.members])
         return drawn
 
-    def draw_plain(self, logits: torch.Tensor, groups: Sequence["DrawGroup"], positions: npt.NDArray[np.int64]) -> torch.Tensor:
+    def draw_plain(
+        self, logits: torch.Tensor, groups: Sequence["DrawGroup"], positions: npt.NDArray[np.int64]
+    ) -> torch.Tensor:
         """The same for any logits, which it may overwrite: -1 where a row is not finite."""
         finite = self.ops.all_finite(logits)
         if self.may_wait and bool(finite.all()):
@@ -53,7 +60,8 @@ class Sampler:
         return self.draw(logits, groups, positions).masked_fill(odd, -1)
 
     def sample(self, logits: torch.Tensor, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
-        """One token per row, for the chunk of that row. A row that cannot be sampled yields an error, and harms no other row."""
+        """One token per row, for the chunk of that row. A row that cannot be sampled yields an error, and
+        harms no other row."""
         results = [ChunkResult() for _ in chunks]
         finite = self.ops.all_finite(logits).tolist()
         rows = []
@@ -63,7 +71,11 @@ class Sampler:
             else:
                 result.error = NOT_FINITE
         masks = _grammar_masks(chunks, rows, results)
-        rows = [row for row in rows if results[row].error is None and (chunks[row].grammar is None or row in masks)]
+        rows = [
+            row
+            for row in rows
+            if results[row].error is None and (chunks[row].grammar is None or row in masks)
+        ]
         edited = self._edit(logits, chunks, rows, masks, results)
         rows = [row for row in rows if results[row].error is None]
         if rows:
@@ -93,13 +105,17 @@ class Sampler:
         labels: Sequence[Sequence[int] | None] | None = None,
         ranks: bool = False,
     ) -> list[TokenLogprobs]:
-        """Raw log-probabilities of one token and of the ``counts[i]`` likeliest, for each row of finite logits [r, V].
+        """Raw log-probabilities of one token and of the ``counts[i]`` likeliest, for each row of finite
+        logits [r, V].
 
-        ``labels[i]``, where not None, are tokens to report instead of the likeliest. ``ranks`` adds the token's rank. A token has
-        bit for bit the same value on its own, among the likeliest and among the labels.
+        ``labels[i]``, where not None, are tokens to report instead of the likeliest. ``ranks`` adds the
+        token's rank. A token has bit for bit the same value on its own, among the likeliest and among the
+        labels.
         """
         ones = torch.ones(len(token_ids), device=logits.device)
-        values, top_ids, log_total = self.ops.top_candidates(logits, min(max(1, *counts), logits.shape[1]), ones)
+        values, top_ids, log_total = self.ops.top_candidates(
+            logits, min(max(1, *counts), logits.shape[1]), ones
+        )
         chosen = logits.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])
         chosen_logprobs = ((chosen - values[:, :1]) - log_total[:, None])[:, 0].tolist()
         top_logprobs = ((values - values[:, :1]) - log_total[:, None]).tolist()
@@ -120,7 +136,7 @@ class Sampler:
                 entry.rank = num_likelier + 1
         return entries
 
-    # -- before the draw -------------------------------------------------------------------------------------------------------
+    # -- before the draw -------------------------------------------------------------------------------------
 
     def _edit(
         self,
@@ -130,7 +146,8 @@ class Sampler:
         masks: Mapping[int, bytes],
         results: list[ChunkResult],
     ) -> torch.Tensor:
-        """Penalties, bias and masks: in place, or on a copy where the raw logits are still needed for log-probabilities."""
+        """Penalties, bias and masks: in place, or on a copy where the raw logits are still needed for
+        log-probabilities."""
         editing = [row for row in rows if _is_edited(chunks[row])]
         if not editing:
             return logits
@@ -139,10 +156,19 @@ class Sampler:
             _edit_row(edited[row], chunks[row])
         packed = _packed_masks(list(masks.values()), logits.shape[1])
         if masks:
-            self.ops.mask_rows(edited, torch.tensor(list(masks)).to(edited.device), torch.from_numpy(packed).to(edited.device))
+            self.ops.mask_rows(
+                edited,
+                torch.tensor(list(masks)).to(edited.device),
+                torch.from_numpy(packed).to(edited.device),
+            )
         nothing_left = [row for row, bits in zip(masks, packed, strict=True) if not bits.any()]
-        # What is finite and not masked stays finite, so rows without a second mask need no look at their logits.
-        masked = [row for row in editing if chunks[row].sampling.allowed_token_ids is not None or _masks_stop(chunks[row])]
+        # What is finite and not masked stays finite, so rows without a second mask need no look at their
+        # logits.
+        masked = [
+            row
+            for row in editing
+            if chunks[row].sampling.allowed_token_ids is not None or _masks_stop(chunks[row])
+        ]
         if masked:
             alive = torch.isfinite(edited[masked].amax(dim=-1)).tolist()
             nothing_left += [row for row, is_alive in zip(masked, alive, strict=True) if not is_alive]
@@ -150,9 +176,11 @@ class Sampler:
             results[row].error = NOTHING_LEFT
         return edited
 
-    # -- the draw --------------------------------------------------------------------------------------------------------------
+    # -- the draw --------------------------------------------------------------------------------------------
 
-    def _draw(self, logits: torch.Tensor, group: "DrawGroup", positions: npt.NDArray[np.int64]) -> torch.Tensor:
+    def _draw(
+        self, logits: torch.Tensor, group: "DrawGroup", positions: npt.NDArray[np.int64]
+    ) -> torch.Tensor:
         if group.kind == "greedy":
             return self.ops.argmax(logits)
         numbers = to_device(uniforms(group.streams, positions), logits.device)
@@ -164,10 +192,14 @@ class Sampler:
         """By top-k, then top-p and min-p of what top-k left."""
         num_candidates = group.num_candidates
         values, token_ids, _ = self.ops.top_candidates(logits, num_candidates, group.temperature)
-        weights = ((values - values[:, :1]) / group.temperature[:, None]).double().exp()  # relative to the likeliest
+        weights = (
+            ((values - values[:, :1]) / group.temperature[:, None]).double().exp()
+        )  # relative to the likeliest
         weights.masked_fill_(torch.arange(num_candidates, device=values.device) >= group.top_k[:, None], 0.0)
         mass = weights.cumsum(dim=-1)
-        kept = mass - weights < group.top_p[:, None] * mass[:, -1:]  # the token that crosses the threshold is kept
+        kept = (
+            mass - weights < group.top_p[:, None] * mass[:, -1:]
+        )  # the token that crosses the threshold is kept
         kept[:, 0] = True
         kept &= weights >= group.min_p[:, None]
         chosen = inverse_cdf(weights * kept, numbers)
@@ -178,7 +210,12 @@ class DrawGroup:
     """Rows of one kind of draw, with their settings as tensors."""
 
     def __init__(
-        self, kind: str, num_candidates: int, members: list[int], params: list[SamplingParams], device: torch.device
+        self,
+        kind: str,
+        num_candidates: int,
+        members: list[int],
+        params: list[SamplingParams],
+        device: torch.device,
     ) -> None:
         def column(values: Sequence[float], dtype: type[np.generic]) -> torch.Tensor:
             return to_device(np.array(values, dtype=dtype), device)
@@ -221,7 +258,9 @@ def _masks_stop(chunk: SequenceChunk) -> bool:
     return chunk.grammar is None and chunk.position < sampling.min_tokens and bool(sampling.stop_token_ids)
 
 
-def _grammar_masks(chunks: Sequence[SequenceChunk], rows: Sequence[int], results: list[ChunkResult]) -> dict[int, bytes]:
+def _grammar_masks(
+    chunks: Sequence[SequenceChunk], rows: Sequence[int], results: list[ChunkResult]
+) -> dict[int, bytes]:
     """The mask of each row that has a grammar with more to come. A row whose grammar fails gets the error."""
     masks = {}
     for row in rows:
@@ -239,7 +278,8 @@ def _grammar_masks(chunks: Sequence[SequenceChunk], rows: Sequence[int], results
 
 
 def _packed_masks(masks: Sequence[bytes], vocab_size: int) -> np.ndarray:
-    """uint8 [len(masks), vocab_size / 8] of masks of one bit per token; a shorter one allows nothing beyond its end."""
+    """uint8 [len(masks), vocab_size / 8] of masks of one bit per token; a shorter one allows nothing beyond
+    its end."""
     packed = np.zeros((len(masks), -(-vocab_size // 8)), dtype=np.uint8)
     for row, mask in zip(packed, masks, strict=True):
         length = min(len(row), len(mask))
@@ -250,7 +290,8 @@ def _packed_masks(masks: Sequence[bytes], vocab_size: int) -> np.ndarray:
 
 
 def _edit_row(logits: torch.Tensor, chunk: SequenceChunk) -> None:
-    """Penalties, bias and masks of one row [V], in place. Ids beyond the valid tokens have no logit and are passed over."""
+    """Penalties, bias and masks of one row [V], in place. Ids beyond the valid tokens have no logit and are
+    passed over."""
     sampling = chunk.sampling
     vocab_size = logits.shape[0]
 
@@ -258,21 +299,33 @@ def _edit_row(logits: torch.Tensor, chunk: SequenceChunk) -> None:
         return torch.tensor(token_ids, dtype=torch.int64).to(logits.device)
 
     if sampling.repetition_penalty != 1.0:
-        seen = indices([token_id for token_id in {*chunk.prompt_token_ids, *chunk.output_token_ids} if token_id < vocab_size])
+        seen = indices(
+            [
+                token_id
+                for token_id in {*chunk.prompt_token_ids, *chunk.output_token_ids}
+                if token_id < vocab_size
+            ]
+        )
         values = logits[seen]
         penalty = sampling.repetition_penalty
         logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0:
         counts = Counter(chunk.output_token_ids)
-        penalties = [sampling.frequency_penalty * count + sampling.presence_penalty for count in counts.values()]
+        penalties = [
+            sampling.frequency_penalty * count + sampling.presence_penalty for count in counts.values()
+        ]
         logits[indices(list(counts))] -= torch.tensor(penalties, dtype=torch.float32).to(logits.device)
     bias = {token_id: value for token_id, value in sampling.logit_bias if token_id < vocab_size}
     if bias:
-        logits[indices(list(bias))] += torch.tensor(list(bias.values()), dtype=torch.float32).to(logits.device)
+        logits[indices(list(bias))] += torch.tensor(list(bias.values()), dtype=torch.float32).to(
+            logits.device
+        )
     if sampling.allowed_token_ids is not None:
         allowed = indices([token_id for token_id in sampling.allowed_token_ids if token_id < vocab_size])
         kept = logits[allowed]
         logits.fill_(-torch.inf)
         logits[allowed] = kept
     if _masks_stop(chunk):
-        logits[indices([token_id for token_id in sampling.stop_token_ids if token_id < vocab_size])] = -torch.inf
+        logits[
+            indices([token_id for token_id in sampling.stop_token_ids if token_id < vocab_size])
+        ] = -torch.inf

@@ -1,5 +1,5 @@
-"""The two files of a batch. The input is checked whole before anything runs. The output grows by one whole line per answer, so
-that a run that was ended at any moment goes on where it stopped."""
+"""The two files of a batch. The input is checked whole before anything runs. The output grows by one whole
+line per answer, so that a run that was ended at any moment goes on where it stopped."""
 
 import contextlib
 import errno
@@ -69,7 +69,9 @@ class BatchInput:
             try:
                 custom_id = parse_line(line).custom_id
                 if custom_id in self.custom_ids:
-                    raise ValueError(f"custom_id {shorten(custom_id, 80)!r} is that of line {self.custom_ids[custom_id]} too")
+                    raise ValueError(
+                        f"custom_id {shorten(custom_id, 80)!r} is that of line {self.custom_ids[custom_id]} too"
+                    )
                 self.custom_ids[custom_id] = number
             except ValueError as error:
                 faults.append(f"line {number}: {error}")
@@ -98,7 +100,8 @@ class BatchInput:
 
 
 class BatchOutput:
-    """The output file. ``done`` are the ids that have their answer; a line that was cut off in the middle is taken away."""
+    """The output file. ``done`` are the ids that have their answer; a line that was cut off in the middle is
+    taken away."""
 
     def __init__(self, path: Path, batch: BatchInput) -> None:
         """Raises SettingsError for a file that holds anything else than answers to this input."""
@@ -110,7 +113,9 @@ class BatchOutput:
                 _take_alone(self._file)
                 self._file.truncate(self._read(batch))
             except BlockingIOError:
-                raise SettingsError(f"{path}: another run is writing to this file; wait for it, or name another file") from None
+                raise SettingsError(
+                    f"{path}: another run is writing to this file; wait for it, or name another file"
+                ) from None
             except OSError as error:
                 raise SettingsError(f"{path}: {error.strerror or error}") from None
             undo.pop_all()
@@ -135,10 +140,18 @@ class BatchOutput:
         return end
 
     def write(self, custom_id: str, response: dict[str, Any] | None, error: dict[str, str] | None) -> None:
-        """One line, in one call of the system: a process that is killed has written all of it or nothing that is read again.
-        Raises BatchFileError when the disk takes no more."""
-        line = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response, "error": error}
-        encoded = json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace") + b"\n"
+        """One line, in one call of the system: a process that is killed has written all of it or nothing that
+        is read again. Raises BatchFileError when the disk takes no more."""
+        line = {
+            "id": f"batch_req_{uuid.uuid4().hex}",
+            "custom_id": custom_id,
+            "response": response,
+            "error": error,
+        }
+        encoded = (
+            json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+            + b"\n"
+        )
         try:
             while encoded:
                 encoded = encoded[self._file.write(encoded) :]
@@ -151,12 +164,15 @@ class BatchOutput:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self._file.close()
 
 
 def _take_alone(file: FileIO) -> None:
-    """Until it is closed or the process ends. Raises BlockingIOError where another process has it; not every system has locks."""
+    """Until it is closed or the process ends. Raises BlockingIOError where another process has it; not every
+    system has locks."""
     with contextlib.suppress(ImportError):
         try:
             lock_file(file)

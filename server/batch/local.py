@@ -18,8 +18,8 @@ BASE_URL = "http://localhost"
 
 @asynccontextmanager
 async def local_client(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the loaded model. Raises the ModelError of a load that failed. An engine that dies later cancels the block and
-    raises ServerGoneError, one that hangs EngineHungError."""
+    """A client of the loaded model. Raises the ModelError of a load that failed. An engine that dies later
+    cancels the block and raises ServerGoneError, one that hangs EngineHungError."""
     # Whoever runs the batch is the only client: no key, and its own concurrency is the limit.
     own = replace(settings, api_key=(), host="127.0.0.1", max_queued_requests=0, max_queued_prompt_tokens=0)
     app = create_app(own)
@@ -44,4 +44,6 @@ async def local_client(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
         task.uncancel()
         if isinstance(deaths[0], ModelError | EngineHungError):
             raise deaths[0] from None
-        raise ServerGoneError(f"the engine stopped after an error: {type(deaths[0]).__name__}: {deaths[0]}") from deaths[0]
+        raise ServerGoneError(
+            f"the engine stopped after an error: {type(deaths[0]).__name__}: {deaths[0]}"
+        ) from deaths[0]

@@ -1,6 +1,6 @@
-"""Sends the requests of a batch, so many at a time, and writes down each answer as it comes. Refusals for overload and broken
-connections are tried again; what is wrong with a request is its answer. A server that is gone ends the run, which can then be
-started again."""
+"""Sends the requests of a batch, so many at a time, and writes down each answer as it comes. Refusals for
+overload and broken connections are tried again; what is wrong with a request is its answer. A server that is
+gone ends the run, which can then be started again."""
 
 import asyncio
 import json
@@ -78,7 +78,11 @@ async def _work(
         try:
             answer = await _send(client, request)
         except httpx.ReadTimeout:
-            output.write(request.custom_id, None, {"code": "request_timeout", "message": "The server did not answer in time."})
+            output.write(
+                request.custom_id,
+                None,
+                {"code": "request_timeout", "message": "The server did not answer in time."},
+            )
             result.num_failed += 1
         else:
             try:
@@ -86,7 +90,11 @@ async def _work(
             except ValueError:
                 body = answer.text
             request_id = answer.headers.get("x-request-id", "")
-            output.write(request.custom_id, {"status_code": answer.status_code, "request_id": request_id, "body": body}, None)
+            output.write(
+                request.custom_id,
+                {"status_code": answer.status_code, "request_id": request_id, "body": body},
+                None,
+            )
             if answer.is_success:
                 result.num_succeeded += 1
                 result.count_usage(body)
@@ -98,11 +106,14 @@ async def _work(
 async def _send(client: httpx.AsyncClient, request: BatchRequest) -> httpx.Response:
     """Raises httpx.ReadTimeout and ServerGoneError."""
     num_attempts, waited = 0, 0.0
-    # As the file has it, a number such as NaN and half a character too: what is wrong with it the server says.
+    # As the file has it, a number such as NaN and half a character too: what is wrong with it the server
+    # says.
     content = json.dumps(request.body).encode("ascii")
     while True:
         try:
-            answer = await client.post(request.url, content=content, headers={"content-type": "application/json"})
+            answer = await client.post(
+                request.url, content=content, headers={"content-type": "application/json"}
+            )
         except httpx.ReadTimeout:
             raise
         except httpx.RequestError as error:

@@ -1,8 +1,9 @@
-"""What a decode step costs the host: the engine's own code, from the schedule to the outputs, over a device that takes no time.
+"""What a decode step costs the host: the engine's own code, from the schedule to the outputs, over a device
+that takes no time.
 
-Every sequence decodes; the contexts are spread evenly up to the longest, so that in every step some of them begin a block,
-publish one and recycle one. Delivery is what the event loop's thread does afterwards, beside the next step: it makes the outputs
-and wakes a reader for each sequence.
+Every sequence decodes; the contexts are spread evenly up to the longest, so that in every step some of them
+begin a block, publish one and recycle one. Delivery is what the event loop's thread does afterwards, beside
+the next step: it makes the outputs and wakes a reader for each sequence.
 """
 
 import asyncio
@@ -75,7 +76,9 @@ class _Laps:
 def spread_lengths(num_seqs: int, longest: int) -> list[int]:
     """Evenly up to the longest, each somewhere in its block."""
     rng = random.Random(0)
-    return [max(1, longest * (index + 1) // num_seqs - rng.randrange(BLOCK_SIZE)) for index in range(num_seqs)]
+    return [
+        max(1, longest * (index + 1) // num_seqs - rng.randrange(BLOCK_SIZE)) for index in range(num_seqs)
+    ]
 
 
 def decoding_core(
@@ -95,21 +98,32 @@ def decoding_core(
     rng = random.Random(0)
     for index, length in enumerate(lengths):
         sampling = SamplingParams(
-            max_tokens=1 << 30, temperature=temperature, top_p=0.95, seed=index, stop_token_ids=frozenset({1, 106})
+            max_tokens=1 << 30,
+            temperature=temperature,
+            top_p=0.95,
+            seed=index,
+            stop_token_ids=frozenset({1, 106}),
         )
-        core.add(GenerationSpec(f"{index}", [2, *(rng.randrange(2000, 200_000) for _ in range(length - 1))], sampling))
+        core.add(
+            GenerationSpec(
+                f"{index}", [2, *(rng.randrange(2000, 200_000) for _ in range(length - 1))], sampling
+            )
+        )
     while core.scheduler.waiting or any(request.num_output_tokens == 0 for request in core.scheduler.running):
         core.step()
     return core
 
 
 def measure_overhead(num_seqs: int, longest: int, num_steps: int, temperature: float = 0.0) -> StepParts:
-    """Times ``num_steps`` decode steps of so many sequences, whose contexts reach up to ``longest`` tokens, and as many that are
-    launched ahead."""
+    """Times ``num_steps`` decode steps of so many sequences, whose contexts reach up to ``longest`` tokens,
+    and as many that are launched ahead."""
     parts = StepParts()
     for async_scheduling in (True, False):
-        laps, core = _timed_core(spread_lengths(num_seqs, longest), temperature, async_scheduling=async_scheduling)
-        # As a server does (server/cli/serving.py): what was there before the first request is not looked through for garbage.
+        laps, core = _timed_core(
+            spread_lengths(num_seqs, longest), temperature, async_scheduling=async_scheduling
+        )
+        # As a server does (server/cli/serving.py): what was there before the first request is not looked
+        # through for garbage.
         gc.collect()
         gc.freeze()
         events: Sequence[RequestEvent] = []
@@ -125,7 +139,9 @@ def measure_overhead(num_seqs: int, longest: int, num_steps: int, temperature: f
     return parts
 
 
-def _timed_core(lengths: Sequence[int], temperature: float, *, async_scheduling: bool) -> tuple[_Laps, EngineCore]:
+def _timed_core(
+    lengths: Sequence[int], temperature: float, *, async_scheduling: bool
+) -> tuple[_Laps, EngineCore]:
     from model.bench.stub_device import stub_runner
 
     laps = _Laps()
@@ -144,7 +160,8 @@ def _timed_core(lengths: Sequence[int], temperature: float, *, async_scheduling:
 
 
 async def _deliveries(core: EngineCore, events: Sequence[RequestEvent], count: int) -> list[float]:
-    """Seconds from the hand-over of a step's outputs until every reader has its own and waits for the next."""
+    """Seconds from the hand-over of a step's outputs until every reader has its own and waits for the
+    next."""
     engine = AsyncEngine(core, EngineLimits(1, 1, 1))
     taken = 0
     done = asyncio.Event()
@@ -178,7 +195,9 @@ def render(parts: StepParts, num_seqs: int, longest: int, temperature: float) ->
     waits = [sum(step.values()) - step["sample"] for step in parts.steps]
     rows.append(("waits", waits, "all but sample: before the device gets its next work"))
     ahead = [sum(step.values()) for step in parts.steps_ahead]
-    rows.append(("ahead", ahead, "a step with --async-scheduling: the device waits only where its own takes less"))
+    rows.append(
+        ("ahead", ahead, "a step with --async-scheduling: the device waits only where its own takes less")
+    )
     rows.append(("delivery", parts.deliveries, "in the event loop's thread, beside the next step"))
     lines = [f"{num_seqs} sequences, contexts up to {longest} tokens, {kind}; {len(parts.steps)} steps, ms"]
     lines.append(f"  {'':<10}{'median':>8}{'fastest tenth':>15}")

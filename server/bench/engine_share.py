@@ -1,5 +1,6 @@
-"""What everything outside the model costs under a load: the wall time less what a gemserve server says it spent in the model's
-steps, read off its counters before and after. Other servers have no such counters, and nothing is said of them."""
+"""What everything outside the model costs under a load: the wall time less what a gemserve server says it
+spent in the model's steps, read off its counters before and after. Other servers have no such counters, and
+nothing is said of them."""
 
 import re
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ class EngineSeconds:
         return EngineSeconds(self.busy + other.busy, self.schedule + other.schedule)
 
     def outside_model(self, wall_seconds: float) -> float:
-        """Share of the wall time in which the model did not run. Requests must have been there all the time."""
+        """Share of the wall time in which the model did not run. Requests must have been there all the
+        time."""
         return 1 - (self.busy - self.schedule) / wall_seconds
 
 

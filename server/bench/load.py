@@ -1,5 +1,5 @@
-"""One request of the load: its prompt, its stream, its times. Prompts are lists of random token ids, so every server computes the
-same tokens and no prefix repeats unless asked for."""
+"""One request of the load: its prompt, its stream, its times. Prompts are lists of random token ids, so every
+server computes the same tokens and no prefix repeats unless asked for."""
 
 import json
 import random
@@ -65,7 +65,8 @@ class Workload:
 
 
 def constraint(output_tokens: int) -> dict[str, object]:
-    """A schema for a request of so many tokens: records of the usual kinds of values, in an array that cannot end before."""
+    """A schema for a request of so many tokens: records of the usual kinds of values, in an array that cannot
+    end before."""
     values: dict[str, object] = {
         "name": {"type": "string", "maxLength": 40},
         "kind": {"enum": ["animal", "plant", "mineral", "idea"]},

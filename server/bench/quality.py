@@ -1,8 +1,10 @@
-"""How far a setting's next-token distributions are from float32's, on real text: ``python -m server.bench.quality``.
+"""How far a setting's next-token distributions are from float32's, on real text: ``python -m
+server.bench.quality``.
 
-The text is the reference documentation of Python that every CPython carries (``pydoc_data.topics``), so the figures can be
-repeated anywhere. For each position both models see the same tokens before it; compared are the mean Kullback-Leibler divergence
-from float32 (nats per token), how often the likeliest token is the same, and the perplexity of the text.
+The text is the reference documentation of Python that every CPython carries (``pydoc_data.topics``), so the
+figures can be repeated anywhere. For each position both models see the same tokens before it; compared are
+the mean Kullback-Leibler divergence from float32 (nats per token), how often the likeliest token is the same,
+and the perplexity of the text.
 """
 
 import argparse
@@ -79,9 +81,14 @@ def load(model: str | None, dtype: str, quantization: str) -> ModelRunner:
     checkpoint.close()
     spec = runner.spec
     blocks = LENGTH // spec.block_size + 1
-    memory = 2 * (blocks + 1) * spec.global_block_bytes + spec.local_pool_blocks(1, LENGTH) * spec.local_block_bytes
+    memory = (
+        2 * (blocks + 1) * spec.global_block_bytes
+        + spec.local_pool_blocks(1, LENGTH) * spec.local_block_bytes
+    )
     runner.allocate_cache(
-        spec.plan(memory, max_num_seqs=1, max_num_batched_tokens=LENGTH, max_model_len=LENGTH, prefix_caching=False)
+        spec.plan(
+            memory, max_num_seqs=1, max_num_batched_tokens=LENGTH, max_model_len=LENGTH, prefix_caching=False
+        )
     )
     return runner
 
@@ -102,9 +109,13 @@ def compare(reference: ModelRunner, others: list[tuple[Quality, ModelRunner]], t
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m server.bench.quality", description="Compare settings with float32.")
+    parser = argparse.ArgumentParser(
+        prog="python -m server.bench.quality", description="Compare settings with float32."
+    )
     parser.add_argument("model", nargs="?", help="Folder or .gguf file; the demo model by default.")
-    parser.add_argument("--settings", nargs="+", default=["auto:auto"], metavar="DTYPE:QUANTIZATION", help="What to compare.")
+    parser.add_argument(
+        "--settings", nargs="+", default=["auto:auto"], metavar="DTYPE:QUANTIZATION", help="What to compare."
+    )
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()

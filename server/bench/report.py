@@ -4,12 +4,24 @@ from collections.abc import Sequence
 
 from server.bench.run import Measurement
 
-HEADER = ("server", "concurrency", "output tok/s", "requests/s", "TTFT ms", "p95", "TPOT ms", "p95", "errors", "ratio")
+HEADER = (
+    "server",
+    "concurrency",
+    "output tok/s",
+    "requests/s",
+    "TTFT ms",
+    "p95",
+    "TPOT ms",
+    "p95",
+    "errors",
+    "ratio",
+)
 SHOWN_ERRORS = 3
 
 
 def _ratio(measurement: Measurement, measurements: Sequence[Measurement]) -> float | None:
-    """Output tokens per second over those of the first server at the same concurrency; None without anything to compare."""
+    """Output tokens per second over those of the first server at the same concurrency; None without anything
+    to compare."""
     row = [other for other in measurements if other.concurrency == measurement.concurrency]
     base = row[0].output_tokens_per_second
     return measurement.output_tokens_per_second / base if len(row) > 1 and base > 0 else None
@@ -27,12 +39,16 @@ def result_values(measurements: Sequence[Measurement]) -> list[dict[str, object]
             "wall_seconds": round(measurement.wall_seconds, 3),
             "output_tokens_per_second": round(measurement.output_tokens_per_second, 2),
             "total_tokens_per_second": round(
-                measurement.output_tokens_per_second + measurement.prompt_tokens * measurement.requests_per_second, 2
+                measurement.output_tokens_per_second
+                + measurement.prompt_tokens * measurement.requests_per_second,
+                2,
             ),
             "requests_per_second": round(measurement.requests_per_second, 3),
             "ttft_ms": _pair(measurement.ttft_ms()),
             "tpot_ms": _pair(measurement.tpot_ms()),
-            "outside_model": None if measurement.outside_model is None else round(measurement.outside_model, 4),
+            "outside_model": None
+            if measurement.outside_model is None
+            else round(measurement.outside_model, 4),
             "ratio": _ratio(measurement, measurements),
             "errors": measurement.errors[:SHOWN_ERRORS],
         }
@@ -64,12 +80,19 @@ def render_table(measurements: Sequence[Measurement]) -> str:
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     lines = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+            ]
+        )
         for row in rows
     ]
     for measurement in measurements:
         if measurement.outside_model is not None:
             name, share = measurement.target.name, measurement.outside_model
-            lines.append(f"{name}: at concurrency {measurement.concurrency}, {share:.1%} of the time outside the model's steps")
+            lines.append(
+                f"{name}: at concurrency {measurement.concurrency}, {share:.1%} of the time outside the model's steps"
+            )
         lines += [f"{measurement.target.name}: {error}" for error in measurement.errors[:SHOWN_ERRORS]]
     return "\n".join(lines)

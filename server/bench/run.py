@@ -1,5 +1,5 @@
-"""The closed loop: so many workers, each sending its next request when the last one ended. Several servers take turns round by
-round, so that what changes on the machine meanwhile meets all of them alike."""
+"""The closed loop: so many workers, each sending its next request when the last one ended. Several servers
+take turns round by round, so that what changes on the machine meanwhile meets all of them alike."""
 
 import asyncio
 import itertools
@@ -30,7 +30,9 @@ class Target:
     def parse(cls, text: str) -> "Target":
         name, _, url = text.partition("=")
         if not name or urlsplit(url).scheme not in ("http", "https"):
-            raise SettingsError(f"bench: expected an address such as http://127.0.0.1:8000, got {url or text!r}")
+            raise SettingsError(
+                f"bench: expected an address such as http://127.0.0.1:8000, got {url or text!r}"
+            )
         return cls(name, url.rstrip("/").removesuffix("/v1"))
 
 
@@ -100,21 +102,30 @@ async def measure(
     request_timeout: float = 600.0,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Measurement]:
-    """One measurement per concurrency and target. Every server gets the same prompts in the same order, each prompt once; targets
-    on one server have prompts of their own, so that none finds another's in the cache."""
+    """One measurement per concurrency and target. Every server gets the same prompts in the same order, each
+    prompt once; targets on one server have prompts of their own, so that none finds another's in the
+    cache."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(timeout=request_timeout, limits=limits, headers=headers, trust_env=False) as client:
+    async with httpx.AsyncClient(
+        timeout=request_timeout, limits=limits, headers=headers, trust_env=False
+    ) as client:
         models = {target: model or await _first_model(client, target) for target in targets}
         prompts = workload.prompts()
         shares_server = len({target.url for target in targets}) < len(targets)
         warm_up = list(itertools.islice(prompts, num_warmup))
         for target in targets:
             for prompt in warm_up:
-                await send(client, target.url + COMPLETIONS, {**workload.body(models[target], prompt), **target.fields})
+                await send(
+                    client,
+                    target.url + COMPLETIONS,
+                    {**workload.body(models[target], prompt), **target.fields},
+                )
         measurements: list[Measurement] = []
         for concurrency in concurrencies:
-            row = [Measurement(target, concurrency, models[target], workload.prompt_tokens) for target in targets]
+            row = [
+                Measurement(target, concurrency, models[target], workload.prompt_tokens) for target in targets
+            ]
             measurements += row
             for index in range(num_rounds):
                 count = max(1, num_requests * (index + 1) // num_rounds - num_requests * index // num_rounds)
@@ -125,7 +136,9 @@ async def measure(
                 # The order turns round by round: whoever goes first meets a cooler machine.
                 for measurement, batch in turns if index % 2 == 0 else reversed(turns):
                     target = measurement.target
-                    bodies = [{**workload.body(measurement.model, prompt), **target.fields} for prompt in batch]
+                    bodies = [
+                        {**workload.body(measurement.model, prompt), **target.fields} for prompt in batch
+                    ]
                     before = await engine_seconds(client, measurement.target.url)
                     started = time.perf_counter()
                     measurement.results += await _closed_loop(client, measurement, bodies)
@@ -133,8 +146,12 @@ async def measure(
                     after = await engine_seconds(client, measurement.target.url)
                     if before is not None and after is not None:
                         spent = after.since(before)
-                        measurement.engine = spent if measurement.engine is None else measurement.engine + spent
-                    progress(f"{measurement.target.name}: concurrency {concurrency}, round {index + 1} of {num_rounds} done")
+                        measurement.engine = (
+                            spent if measurement.engine is None else measurement.engine + spent
+                        )
+                    progress(
+                        f"{measurement.target.name}: concurrency {concurrency}, round {index + 1} of {num_rounds} done"
+                    )
         return measurements
 
 
@@ -161,4 +178,6 @@ async def _first_model(client: httpx.AsyncClient, target: Target) -> str:
         response.raise_for_status()
         return str(response.json()["data"][0]["id"])
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-        raise SettingsError(f"{target.url} lists no models ({error or type(error).__name__}); give --model") from None
+        raise SettingsError(
+            f"{target.url} lists no models ({error or type(error).__name__}); give --model"
+        ) from None

@@ -1,5 +1,6 @@
-"""How long ``gemserve serve`` takes until it is ready: starts it again and again, each time in a new process, waits until
-``/health/ready`` answers 200, then sends requests one by one to see whether the first pays for something put off."""
+"""How long ``gemserve serve`` takes until it is ready: starts it again and again, each time in a new process,
+waits until ``/health/ready`` answers 200, then sends requests one by one to see whether the first pays for
+something put off."""
 
 import re
 import shlex
@@ -44,8 +45,11 @@ class Start:
         }
 
 
-def measure_starts(count: int, arguments: str, progress: Callable[[str], None] = lambda line: None) -> list[Start]:
-    """``arguments``: more of them for ``gemserve serve``. Raises SettingsError when the server does not come up."""
+def measure_starts(
+    count: int, arguments: str, progress: Callable[[str], None] = lambda line: None
+) -> list[Start]:
+    """``arguments``: more of them for ``gemserve serve``. Raises SettingsError when the server does not come
+    up."""
     starts: list[Start] = []
     for _ in range(count):
         starts.append(measure_start(arguments))
@@ -55,7 +59,17 @@ def measure_starts(count: int, arguments: str, progress: Callable[[str], None] =
 
 def measure_start(arguments: str) -> Start:
     try:
-        command = [sys.executable, "-m", "server", "serve", "--port", "0", *shlex.split(arguments), "--log-level", "info"]
+        command = [
+            sys.executable,
+            "-m",
+            "server",
+            "serve",
+            "--port",
+            "0",
+            *shlex.split(arguments),
+            "--log-level",
+            "info",
+        ]
     except ValueError as error:
         raise SettingsError(f"--serve-arguments: {error}") from None
     began = time.monotonic()
@@ -72,7 +86,9 @@ def measure_start(arguments: str) -> Start:
                 ready = time.monotonic() - began
                 peak = _peak_bytes(process.pid)
                 requests = [_request_seconds(client) for _ in range(1 + LATER_REQUESTS)]
-                phases = {name: float(seconds) for name, seconds in _PHASE.findall(client.get("/metrics").text)}
+                phases = {
+                    name: float(seconds) for name, seconds in _PHASE.findall(client.get("/metrics").text)
+                }
         except httpx.HTTPError as error:
             raise SettingsError(f"bench: the server did not answer ({error}): {log.tail()}") from None
         finally:
@@ -137,12 +153,24 @@ def render_starts(starts: Sequence[Start]) -> str:
         return f"{label:<8}{listening:>12.2f}{ready:>10.2f}{first * 1e3:>16.0f}{later * 1e3:>18.0f}{peak / 2**20:>10.0f}"
 
     def numbers(start: Start) -> tuple[float, ...]:
-        seconds = (start.listening_seconds, start.ready_seconds, start.first_request_seconds, start.later_request_seconds)
+        seconds = (
+            start.listening_seconds,
+            start.ready_seconds,
+            start.first_request_seconds,
+            start.later_request_seconds,
+        )
         return (*seconds, start.peak_bytes)
 
-    lines = [f"{'start':<8}{'listening s':>12}{'ready s':>10}{'first request ms':>16}{'later request ms':>18}{'peak MiB':>10}"]
+    lines = [
+        f"{'start':<8}{'listening s':>12}{'ready s':>10}{'first request ms':>16}{'later request ms':>18}{'peak MiB':>10}"
+    ]
     lines += [row(str(index + 1), *numbers(start)) for index, start in enumerate(starts)]
     lines.append(row("median", *map(statistics.median, zip(*map(numbers, starts), strict=True))))
-    phases = {name: statistics.median(start.phases.get(name, 0.0) for start in starts) for name in starts[-1].phases}
-    lines.append("phases of the load, median s: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items()))
+    phases = {
+        name: statistics.median(start.phases.get(name, 0.0) for start in starts) for name in starts[-1].phases
+    }
+    lines.append(
+        "phases of the load, median s: "
+        + ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
+    )
     return "\n".join(lines)

@@ -1,4 +1,5 @@
-"""``gemserve bench``: closed-loop streaming load on OpenAI-style servers, or our own starts and engine; all in server/bench."""
+"""``gemserve bench``: closed-loop streaming load on OpenAI-style servers, or our own starts and engine; all
+in server/bench."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -10,8 +11,12 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: "Subparsers") -> None:
-    parser = add_command(commands, "bench", "measure OpenAI-style servers under closed-loop streaming load", run)
-    parser.add_argument("url", nargs="?", metavar="URL", help="Server to measure, such as http://127.0.0.1:8000.")
+    parser = add_command(
+        commands, "bench", "measure OpenAI-style servers under closed-loop streaming load", run
+    )
+    parser.add_argument(
+        "url", nargs="?", metavar="URL", help="Server to measure, such as http://127.0.0.1:8000."
+    )
     parser.add_argument(
         "--compare",
         nargs="+",
@@ -37,9 +42,14 @@ def add_parser(commands: "Subparsers") -> None:
         "--prompt-tokens, cost the host with a device that takes no time.",
     )
     parser.add_argument(
-        "--serve-arguments", default="", metavar="TEXT", help="With --start: more arguments for 'gemserve serve'."
+        "--serve-arguments",
+        default="",
+        metavar="TEXT",
+        help="With --start: more arguments for 'gemserve serve'.",
     )
-    parser.add_argument("--model", help="Model name to ask for. Default: the first one that the server lists.")
+    parser.add_argument(
+        "--model", help="Model name to ask for. Default: the first one that the server lists."
+    )
     parser.add_argument("--api-key", metavar="KEY", help="Bearer token to send.")
     add = parser.add_argument
     add(
@@ -50,18 +60,58 @@ def add_parser(commands: "Subparsers") -> None:
         metavar="N",
         help="Requests in flight; several run in turn. Default: 8.",
     )
-    add("--requests", type=int, default=32, metavar="N", help="Requests per concurrency, rounded over the rounds. Default: 32.")
     add(
-        "--rounds", type=int, default=1, metavar="N", help="Rounds in which the requests are sent; servers alternate. Default: 1."
+        "--requests",
+        type=int,
+        default=32,
+        metavar="N",
+        help="Requests per concurrency, rounded over the rounds. Default: 32.",
     )
-    add("--prompt-tokens", type=int, default=128, metavar="N", help="Tokens of each prompt, BOS included. Default: 128.")
-    add("--output-tokens", type=int, default=128, metavar="N", help="Tokens to generate per request. Default: 128.")
-    add("--shared-prefix", type=int, default=0, metavar="N", help="Tokens that all prompts begin with. Default: 0.")
+    add(
+        "--rounds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Rounds in which the requests are sent; servers alternate. Default: 1.",
+    )
+    add(
+        "--prompt-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="Tokens of each prompt, BOS included. Default: 128.",
+    )
+    add(
+        "--output-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="Tokens to generate per request. Default: 128.",
+    )
+    add(
+        "--shared-prefix",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Tokens that all prompts begin with. Default: 0.",
+    )
     add("--temperature", type=float, default=0.0, help="Sampling temperature. Default: 0.")
     add("--top-p", type=float, default=None, metavar="P", help="Nucleus to send. Default: not sent.")
     add("--seed", type=int, default=0, help="Seed of the random prompts. Default: 0.")
-    add("--warmup", type=int, default=1, metavar="N", help="Requests before the clock starts, per server. Default: 1.")
-    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="Longest wait for one request. Default: 600.")
+    add(
+        "--warmup",
+        type=int,
+        default=1,
+        metavar="N",
+        help="Requests before the clock starts, per server. Default: 1.",
+    )
+    add(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="Longest wait for one request. Default: 600.",
+    )
     add("--json", action="store_true", help="Print one JSON object instead of the table.")
 
 
@@ -85,13 +135,22 @@ def run(arguments: argparse.Namespace) -> int:
     targets = [Target.parse(text) for text in arguments.compare or [f"server={arguments.url}"]]
     if arguments.constrained:
         if arguments.compare:
-            raise SettingsError("bench: --constrained compares one server with itself; give one URL, not --compare")
+            raise SettingsError(
+                "bench: --constrained compares one server with itself; give one URL, not --compare"
+            )
         url = targets[0].url
         targets = [Target("free", url), Target("constrained", url, constraint(arguments.output_tokens))]
     if len({target.name for target in targets}) != len(targets):
         raise SettingsError("--compare: every server needs a name of its own")
-    if min(arguments.concurrency) < 1 or arguments.requests < 1 or arguments.rounds < 1 or arguments.warmup < 0:
-        raise SettingsError("bench: --concurrency, --requests and --rounds must be at least 1, --warmup at least 0")
+    if (
+        min(arguments.concurrency) < 1
+        or arguments.requests < 1
+        or arguments.rounds < 1
+        or arguments.warmup < 0
+    ):
+        raise SettingsError(
+            "bench: --concurrency, --requests and --rounds must be at least 1, --warmup at least 0"
+        )
     workload = Workload(
         prompt_tokens=arguments.prompt_tokens,
         output_tokens=arguments.output_tokens,
@@ -131,9 +190,15 @@ def _run_starts(arguments: argparse.Namespace) -> int:
     if arguments.start < 1 or arguments.url or arguments.compare:
         raise SettingsError("bench: --start takes a number from 1 on, and neither a URL nor --compare")
     starts = measure_starts(
-        arguments.start, arguments.serve_arguments, progress=lambda line: print(line, file=sys.stderr, flush=True)
+        arguments.start,
+        arguments.serve_arguments,
+        progress=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    print(json.dumps([start.values() for start in starts], indent=2) if arguments.json else render_starts(starts))
+    print(
+        json.dumps([start.values() for start in starts], indent=2)
+        if arguments.json
+        else render_starts(starts)
+    )
     return 0
 
 
@@ -142,10 +207,19 @@ def _run_engine_overhead(arguments: argparse.Namespace) -> int:
     from server.settings.settings import SettingsError
 
     if arguments.engine_overhead < 1 or arguments.url or arguments.compare:
-        raise SettingsError("bench: --engine-overhead takes a number from 1 on, and neither a URL nor --compare")
+        raise SettingsError(
+            "bench: --engine-overhead takes a number from 1 on, and neither a URL nor --compare"
+        )
     if min(arguments.concurrency) < 1 or arguments.prompt_tokens < 1:
         raise SettingsError("bench: --concurrency and --prompt-tokens must be at least 1")
     longest, temperature = arguments.prompt_tokens, arguments.temperature
     for num_seqs in arguments.concurrency:
-        print(render(measure_overhead(num_seqs, longest, arguments.engine_overhead, temperature), num_seqs, longest, temperature))
+        print(
+            render(
+                measure_overhead(num_seqs, longest, arguments.engine_overhead, temperature),
+                num_seqs,
+                longest,
+                temperature,
+            )
+        )
     return 0

@@ -1,5 +1,6 @@
-"""``gemserve health``: asks a running server whether it is ready. Exit code 0 when it is, 1 otherwise, for container probes: it
-asks the port that the server of the same environment listens on. Uses the standard library only."""
+"""``gemserve health``: asks a running server whether it is ready. Exit code 0 when it is, 1 otherwise, for
+container probes: it asks the port that the server of the same environment listens on. Uses the standard
+library only."""
 
 import argparse
 import json
@@ -18,9 +19,15 @@ DEFAULT_PORT = "8000"
 def add_parser(commands: "Subparsers") -> None:
     parser = add_command(commands, "health", "ask a running server whether it is ready", run)
     url = f"http://127.0.0.1:{os.environ.get('GEMSERVE_PORT') or DEFAULT_PORT}"
-    parser.add_argument("--url", default=url, help="Address of the server. Default: this machine, at GEMSERVE_PORT or 8000.")
-    parser.add_argument("--live", action="store_true", help="Ask only whether the process answers, not whether it is ready.")
-    parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="Longest wait. Default: 5.")
+    parser.add_argument(
+        "--url", default=url, help="Address of the server. Default: this machine, at GEMSERVE_PORT or 8000."
+    )
+    parser.add_argument(
+        "--live", action="store_true", help="Ask only whether the process answers, not whether it is ready."
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=5.0, metavar="SECONDS", help="Longest wait. Default: 5."
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

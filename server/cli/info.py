@@ -1,5 +1,5 @@
-"""``gemserve info``: what a model is made of and how its cache would be laid out on this machine, without loading any weights.
-MODEL may also be a size such as 4b, which needs no checkpoint at all."""
+"""``gemserve info``: what a model is made of and how its cache would be laid out on this machine, without
+loading any weights. MODEL may also be a size such as 4b, which needs no checkpoint at all."""
 
 import argparse
 import json
@@ -31,7 +31,9 @@ PLAN_SETTINGS = (
 
 
 def add_parser(commands: "Subparsers") -> None:
-    parser = add_command(commands, "info", "show a model's layers, sizes and memory plan without loading its weights", run)
+    parser = add_command(
+        commands, "info", "show a model's layers, sizes and memory plan without loading its weights", run
+    )
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     parser.add_argument(
         "--layouts",
@@ -67,7 +69,8 @@ def layouts(settings: Settings, *, as_json: bool) -> str:
 
 
 def report_for(settings: Settings) -> "PlanReport":
-    """Raises ConfigError or CheckpointError for a model that cannot be served, or a cache that is too small."""
+    """Raises ConfigError or CheckpointError for a model that cannot be served, or a cache that is too
+    small."""
     from model.config.gemma3_config import SIZES
     from model.host.cpu_features import cpu_computes_bfloat16
     from model.parallel.split import divided_config, rank_parameter_count
@@ -87,10 +90,14 @@ def report_for(settings: Settings) -> "PlanReport":
         dtype = "bfloat16" if settings.device == "cuda" or cpu_computes_bfloat16() else "float32"
     size = settings.tensor_parallel_size
     rounds_weights = resolve_quantization(settings.quantization, settings.dtype) in ("auto", "int8", "int4")
-    cache_dtype = "bfloat16" if settings.device != "cuda" and rounds_weights else dtype  # as the kernels of CPUs have it
+    cache_dtype = (
+        "bfloat16" if settings.device != "cuda" and rounds_weights else dtype
+    )  # as the kernels of CPUs have it
     spec = divided_config(config, size).kv_cache_spec(settings.block_size, DTYPE_SIZES[cache_dtype])
     weight_bytes = rank_parameter_count(config, size, config.tie_word_embeddings) * DTYPE_SIZES[dtype]
-    max_model_len = min(settings.max_model_len or config.max_position_embeddings, config.max_position_embeddings)
+    max_model_len = min(
+        settings.max_model_len or config.max_position_embeddings, config.max_position_embeddings
+    )
     plan = spec.plan(
         settings.kv_cache_memory or _default_budget(spec, settings, weight_bytes, max_model_len),
         max_num_seqs=settings.max_num_seqs,
@@ -113,7 +120,8 @@ def report_for(settings: Settings) -> "PlanReport":
 
 
 def _default_budget(spec: "KVCacheSpec", settings: Settings, weight_bytes: int, max_model_len: int) -> int:
-    """What the server would take on this machine; where that is too little, the least that holds one longest request."""
+    """What the server would take on this machine; where that is too little, the least that holds one longest
+    request."""
     from model.host.memory import available_memory
     from model.interface.kv_cache_spec import ceil_div
     from server.loading.memory_plan import default_kv_cache_memory

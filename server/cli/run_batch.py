@@ -1,5 +1,5 @@
-"""``gemserve run-batch``: answers the requests of an OpenAI batch file, with a model loaded for it or on a server. A run that was
-ended goes on where it stopped."""
+"""``gemserve run-batch``: answers the requests of an OpenAI batch file, with a model loaded for it or on a
+server. A run that was ended goes on where it stopped."""
 
 import argparse
 from pathlib import Path
@@ -48,7 +48,14 @@ DEFAULT_REMOTE_CONCURRENCY = 32
 def add_parser(commands: "Subparsers") -> None:
     parser = add_command(commands, "run-batch", "answer the requests of an OpenAI batch file", run)
     add = parser.add_argument
-    add("-i", "--input-file", type=Path, required=True, metavar="FILE", help="Requests, one JSON object per line.")
+    add(
+        "-i",
+        "--input-file",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="Requests, one JSON object per line.",
+    )
     add(
         "-o",
         "--output-file",
@@ -59,7 +66,13 @@ def add_parser(commands: "Subparsers") -> None:
     )
     add("--url", metavar="URL", help="Send them to this server instead of loading a model.")
     add("--api-key", dest="url_api_key", metavar="KEY", help="Bearer token for --url.")
-    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="Longest wait for one answer of --url. Default: 600.")
+    add(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="Longest wait for one answer of --url. Default: 600.",
+    )
     add(
         "--concurrency",
         type=int,
@@ -85,7 +98,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.url is not None and getattr(arguments, "model", None) is not None:
         raise SettingsError("run-batch: give either MODEL or --url")
     settings = settings_of(arguments)
-    logging.basicConfig(level="WARNING", format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level="WARNING", format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
     batch = BatchInput(arguments.input_file)
     if arguments.input_file.resolve() == arguments.output_file.resolve():
         raise SettingsError("--output-file: it is the input file")
@@ -93,7 +108,10 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             result = asyncio.run(_answer(arguments, settings, batch, output))
         except KeyboardInterrupt:
-            print(f"gemserve: {len(output.done)} requests are answered; run the same command again to go on", file=sys.stderr)
+            print(
+                f"gemserve: {len(output.done)} requests are answered; run the same command again to go on",
+                file=sys.stderr,
+            )
             _exit_at_once(130)
         except EngineHungError as error:
             print(f"gemserve: error: {error}", file=sys.stderr)
@@ -108,7 +126,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _exit_at_once(code: int) -> NoReturn:
-    """The answers are in their file; a thread in native code, of a load or of a step that hangs, is not waited for."""
+    """The answers are in their file; a thread in native code, of a load or of a step that hangs, is not
+    waited for."""
     from server.cli.serving import exit_at_once
 
     exit_at_once(code)
@@ -129,9 +148,13 @@ async def _answer(
 
         print(TERMS, file=sys.stderr, flush=True)
         async with local_client(settings) as client:
-            return await _with_progress(client, batch, output, arguments.concurrency or 2 * settings.max_num_seqs)
+            return await _with_progress(
+                client, batch, output, arguments.concurrency or 2 * settings.max_num_seqs
+            )
     async with remote_client(arguments.url, arguments.url_api_key, arguments.timeout) as client:
-        return await _with_progress(client, batch, output, arguments.concurrency or DEFAULT_REMOTE_CONCURRENCY)
+        return await _with_progress(
+            client, batch, output, arguments.concurrency or DEFAULT_REMOTE_CONCURRENCY
+        )
 
 
 def remote_client(url: str, api_key: str | None, timeout: float) -> "httpx.AsyncClient":
@@ -144,7 +167,9 @@ def remote_client(url: str, api_key: str | None, timeout: float) -> "httpx.Async
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     base_url = url.rstrip("/").removesuffix("/v1")
-    return httpx.AsyncClient(base_url=base_url, timeout=timeout, limits=limits, headers=headers, trust_env=False)
+    return httpx.AsyncClient(
+        base_url=base_url, timeout=timeout, limits=limits, headers=headers, trust_env=False
+    )
 
 
 async def _with_progress(
@@ -159,7 +184,9 @@ async def _with_progress(
     # On a terminal a bar; in a log, a line now and then.
     interval = 0.2 if sys.stderr.isatty() else 10.0
     total, before = len(batch.custom_ids), len(output.done)
-    with tqdm(total=total, initial=before, desc="Requests", unit="request", mininterval=interval, file=sys.stderr) as bar:
+    with tqdm(
+        total=total, initial=before, desc="Requests", unit="request", mininterval=interval, file=sys.stderr
+    ) as bar:
 
         def progress(result: "BatchResult") -> None:
             if result.num_failed:

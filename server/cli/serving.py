@@ -1,7 +1,8 @@
-"""The process of ``gemserve serve``. The port is bound at once, so that a taken one is noticed first; it answers from when the
-headers of the checkpoint are found sound. The model then loads while the server already answers that it is not ready. A failed
-load and a dead or hung engine end the process with exit code 1; SIGTERM lets running requests finish and ends it with 0, and a
-second one ends them with an error event at once."""
+"""The process of ``gemserve serve``. The port is bound at once, so that a taken one is noticed first; it
+answers from when the headers of the checkpoint are found sound. The model then loads while the server already
+answers that it is not ready. A failed load and a dead or hung engine end the process with exit code 1;
+SIGTERM lets running requests finish and ends it with 0, and a second one ends them with an error event at
+once."""
 
 import asyncio
 import contextlib
@@ -43,9 +44,12 @@ EXIT_INTERRUPTED = 130
 
 
 class Server(uvicorn.Server):
-    """uvicorn that ends on a fault of the engine, and lets running requests finish before it closes their connections."""
+    """uvicorn that ends on a fault of the engine, and lets running requests finish before it closes their
+    connections."""
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, metrics_listener: "MetricsListener | None") -> None:
+    def __init__(
+        self, config: uvicorn.Config, state: ServerState, metrics_listener: "MetricsListener | None"
+    ) -> None:
         super().__init__(config)
         self.fault: BaseException | None = None
         self._state = state
@@ -54,9 +58,12 @@ class Server(uvicorn.Server):
 
     @property
     def has_native_work(self) -> bool:
-        """A thread may be in native code, while it loads or in a step: the end of the interpreter would abort the process."""
+        """A thread may be in native code, while it loads or in a step: the end of the interpreter would abort
+        the process."""
         engine = self._state.engine
-        if self._state.is_loading or isinstance(self._state.load_error, RankError):  # of which the loading thread knows nothing
+        if self._state.is_loading or isinstance(
+            self._state.load_error, RankError
+        ):  # of which the loading thread knows nothing
             return True
         return engine is not None and not engine.has_stopped
 
@@ -89,13 +96,15 @@ class Server(uvicorn.Server):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called in the main thread, wherever the event loop stands just then: nothing of the loop's may be touched here."""
+        """Called in the main thread, wherever the event loop stands just then: nothing of the loop's may be
+        touched here."""
         self._is_told_twice = self.should_exit
         self._captured_signals.append(sig)
         self.should_exit = True
 
     async def _hurry(self, engine: "AsyncEngine | None") -> None:
-        """At a second signal, whichever, what still runs gets its error event and no more than the time to send it."""
+        """At a second signal, whichever, what still runs gets its error event and no more than the time to
+        send it."""
         while not self._is_told_twice:  # noqa: ASYNC110  a signal handler must not touch an Event
             await asyncio.sleep(HURRY_SECONDS)
         if engine is not None:
@@ -119,8 +128,8 @@ def serve(settings: Settings) -> int:
                 contextlib.closing(bind(settings.host, settings.metrics_port, "--metrics-port"))
             )
         server = prepare(settings, metrics_socket)
-        # A signal that comes before uvicorn's own handler is set is not lost. uvicorn raises it again once it has shut down; a
-        # graceful end by SIGTERM is a success.
+        # A signal that comes before uvicorn's own handler is set is not lost. uvicorn raises it again once it
+        # has shut down; a graceful end by SIGTERM is a success.
         previous = signal.signal(signal.SIGTERM, server.handle_exit)
         try:
             with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
@@ -159,8 +168,8 @@ def prepare(settings: Settings, metrics_socket: socket.socket | None = None) -> 
         except Exception:
             logger.exception("loading failed")
             raise
-        # What a loaded server consists of never becomes garbage: later collections need not look at it. Nor does this start
-        # look for the little that has: a collection would take longer than the warm-up.
+        # What a loaded server consists of never becomes garbage: later collections need not look at it. Nor
+        # does this start look for the little that has: a collection would take longer than the warm-up.
         gc.freeze()
         gc.enable()
         return loaded
@@ -186,10 +195,12 @@ def prepare(settings: Settings, metrics_socket: socket.socket | None = None) -> 
 
 
 def exit_at_once(code: int) -> NoReturn:
-    """End without tearing the interpreter down: native code of the loading thread, or of a step that goes on, would abort the
-    process in that. What the process started, a compiler, ends with it."""
+    """End without tearing the interpreter down: native code of the loading thread, or of a step that goes on,
+    would abort the process in that. What the process started, a compiler, ends with it."""
     for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile, as ranks do when one of them has
+        with contextlib.suppress(
+            psutil.NoSuchProcess
+        ):  # it ended meanwhile, as ranks do when one of them has
             child.kill()
     logging.shutdown()
     sys.stdout.flush()
@@ -216,8 +227,8 @@ def _one_line(fault: BaseException) -> str:
 
 
 def allow_descriptors(max_connections: int) -> int:
-    """Raise the process's own limit of open files to what so many connections need, as far as the system lets it. The number of
-    connections that there is then room for; 0: no limit was asked for."""
+    """Raise the process's own limit of open files to what so many connections need, as far as the system lets
+    it. The number of connections that there is then room for; 0: no limit was asked for."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = max_connections + OTHER_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -225,21 +236,29 @@ def allow_descriptors(max_connections: int) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if max_connections == 0 or soft == resource.RLIM_INFINITY or soft >= needed:
         return max_connections
-    logger.warning("the limit of open files, %d, leaves room for fewer connections than --max-connections", soft)
+    logger.warning(
+        "the limit of open files, %d, leaves room for fewer connections than --max-connections", soft
+    )
     return max(1, soft - OTHER_DESCRIPTORS)
 
 
 def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
     """A bound socket that does not listen yet. Raises ConfigError; ``flag`` is where the port came from."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}: {error.strerror or error}; choose another --host") from None
+        raise ConfigError(
+            f"cannot listen on {host}: {error.strerror or error}; choose another --host"
+        ) from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}; choose another {flag} or --host") from None
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror}; choose another {flag} or --host"
+        ) from None
     return listener

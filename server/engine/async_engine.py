@@ -1,7 +1,9 @@
-"""The engine's thread and its door to asyncio: ``generate()`` streams tokens, closing the stream aborts the request.
+"""The engine's thread and its door to asyncio: ``generate()`` streams tokens, closing the stream aborts the
+request.
 
-Commands go in through an inbox, outputs come back in one thread-safe callback per step. A fault in the step ends the engine:
-every open stream gets EngineDeadError, and ``on_death`` is told. So does a step that takes longer than ``step_timeout``.
+Commands go in through an inbox, outputs come back in one thread-safe callback per step. A fault in the step
+ends the engine: every open stream gets EngineDeadError, and ``on_death`` is told. So does a step that takes
+longer than ``step_timeout``.
 """
 
 import asyncio
@@ -15,7 +17,14 @@ from dataclasses import dataclass
 from typing import TypeVarTuple, Unpack
 
 from server.engine.core import EngineCore
-from server.engine.request import EngineDeadError, EngineDrainingError, EngineError, EngineHungError, GenerationSpec, TokenOutput
+from server.engine.request import (
+    EngineDeadError,
+    EngineDrainingError,
+    EngineError,
+    EngineHungError,
+    GenerationSpec,
+    TokenOutput,
+)
 from server.engine.scheduler.scheduler import RequestEvent
 from server.engine.stats import EngineStats, StepStats
 
@@ -30,7 +39,8 @@ STOP_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What one request may ask for. ``max_model_len`` is the smallest of the model's, the flag's and the cache's capacity."""
+    """What one request may ask for. ``max_model_len`` is the smallest of the model's, the flag's and the
+    cache's capacity."""
 
     max_model_len: int
     max_num_seqs: int
@@ -99,7 +109,8 @@ class AsyncEngine:
         return len(self._streams)
 
     def arrivals_in_inbox(self) -> list[float]:
-        """When the requests arrived that the engine's thread takes up after its step. Never waits for a step."""
+        """When the requests arrived that the engine's thread takes up after its step. Never waits for a
+        step."""
         with self._wake:
             return [command.arrival for command in self._inbox if isinstance(command, _Add)]
 
@@ -112,7 +123,8 @@ class AsyncEngine:
     async def generate(self, spec: GenerationSpec) -> AsyncGenerator[TokenOutput, None]:
         """Stream a request's outputs until its finish reason. Closing the generator aborts the request.
 
-        Raises RequestFailedError when this request alone failed, EngineDeadError and EngineDrainingError as they say.
+        Raises RequestFailedError when this request alone failed, EngineDeadError and EngineDrainingError as
+        they say.
         """
         self._check_open()
         outputs: asyncio.Queue[TokenOutput | EngineError] = asyncio.Queue()
@@ -142,7 +154,8 @@ class AsyncEngine:
             raise EngineDrainingError("The server is shutting down and takes no new requests.")
 
     async def drain(self, grace: float) -> None:
-        """Take no new requests and wait until the open ones end, at most ``grace`` seconds; the rest get an error."""
+        """Take no new requests and wait until the open ones end, at most ``grace`` seconds; the rest get an
+        error."""
         self._draining = True
         with contextlib.suppress(TimeoutError):  # what is still open then is ended below
             async with asyncio.timeout(grace):
@@ -180,7 +193,9 @@ class AsyncEngine:
                     self.on_step(self._core.last_step)
                 if events:
                     self._call_in_loop(self._deliver, events)
-        except BaseException as error:  # whatever ends this thread ends the engine, and everyone waiting is told
+        except (
+            BaseException
+        ) as error:  # whatever ends this thread ends the engine, and everyone waiting is told
             logger.exception("the engine stopped after an error in its step")
             self._call_in_loop(self._die, error)
         finally:
@@ -224,7 +239,9 @@ class AsyncEngine:
             last = number
         if not self.is_dead:
             logger.critical("a step of the model has not ended after %g seconds", self._step_seconds)
-            self._die(EngineHungError(f"a step of the model did not end within {self.step_timeout:g} seconds"))
+            self._die(
+                EngineHungError(f"a step of the model did not end within {self.step_timeout:g} seconds")
+            )
             self._ended.set()
 
     def _die(self, error: BaseException) -> None:

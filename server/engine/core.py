@@ -1,8 +1,10 @@
-"""The synchronous body of the engine: one ``step()`` schedules, runs the model and takes the results. No threads, no asyncio.
+"""The synchronous body of the engine: one ``step()`` schedules, runs the model and takes the results. No
+threads, no asyncio.
 
-With ``async_scheduling``, the device is given the next step before the results of the one that it computes are read, wherever
-that changes nothing but the time: while every sequence just decodes. Never more than that one is ahead. The only place that hands
-work to a model runner. Everything it owns may be touched by one thread only.
+With ``async_scheduling``, the device is given the next step before the results of the one that it computes
+are read, wherever that changes nothing but the time: while every sequence just decodes. Never more than that
+one is ahead. The only place that hands work to a model runner. Everything it owns may be touched by one
+thread only.
 """
 
 import logging
@@ -31,8 +33,8 @@ from server.engine.stats import EngineStats, StepStats
 
 logger = logging.getLogger("gemserve.engine")
 
-# A step that also prefills may take this many times a decode-only step: running streams then pause less than five times their
-# usual gap, with room for the noise of the measurement.
+# A step that also prefills may take this many times a decode-only step: running streams then pause less than
+# five times their usual gap, with room for the noise of the measurement.
 MIXED_STEP_RATIO = 3.5
 
 
@@ -61,7 +63,9 @@ class _StepTimes:
             self.decode_step = _average(self.decode_step, step.duration)
         else:
             decoding = self.decode_step if step.kind == "mixed" and self.decode_step is not None else 0.0
-            self.prefill_token = _average(self.prefill_token, max(0.0, step.duration - decoding) / step.num_prefill_tokens)
+            self.prefill_token = _average(
+                self.prefill_token, max(0.0, step.duration - decoding) / step.num_prefill_tokens
+            )
 
 
 def _average(old: float | None, new: float) -> float:
@@ -82,14 +86,18 @@ class EngineCore:
         sample_seconds: Callable[[], float] = lambda: 0.0,
         async_scheduling: bool = False,
     ) -> None:
-        """``sample_seconds``: the time that the runner has spent on sampling so far. ``async_scheduling``: where the next step
-        does not depend on what this one draws but for its tokens, it is launched before this one's results are read; the runner
-        is an AsyncRunner then."""
+        """``sample_seconds``: the time that the runner has spent on sampling so far. ``async_scheduling``:
+        where the next step does not depend on what this one draws but for its tokens, it is launched before
+        this one's results are read; the runner is an AsyncRunner then."""
         self._runner = runner
-        assert not async_scheduling or isinstance(runner, AsyncRunner), "this runner computes nothing beside the host"
+        assert not async_scheduling or isinstance(runner, AsyncRunner), (
+            "this runner computes nothing beside the host"
+        )
         self._async_runner = runner if async_scheduling and isinstance(runner, AsyncRunner) else None
         self._ahead: _Launched | None = None
-        self._finished = self._runner_seconds = 0.0  # when the last step's results were taken; what this call has spent there
+        self._finished = self._runner_seconds = (
+            0.0  # when the last step's results were taken; what this call has spent there
+        )
         self._sample_seconds = sample_seconds
         self._clock = clock
         self._debug_invariants = debug_invariants
@@ -97,7 +105,9 @@ class EngineCore:
         self.scheduler = Scheduler(config, kv, clock)
         self._requests: dict[str, Request] = {}
         self._times = _StepTimes()
-        self._decoding: list[Request] = []  # of the last step; their chunks are used again while these are the same
+        self._decoding: list[
+            Request
+        ] = []  # of the last step; their chunks are used again while these are the same
         self._num_admissions = 0
         self._decode_chunks = self._new_decode_chunks([])
         self.last_step: StepStats | None = None  # None after a step that had nothing to run
@@ -125,8 +135,8 @@ class EngineCore:
         self._after_change()
 
     def step(self) -> Sequence[RequestEvent]:
-        """Take the results of a step: of the one that the last call launched ahead, or else of one that is launched now. An
-        exception from the runner leaves the core unusable: the caller ends the engine."""
+        """Take the results of a step: of the one that the last call launched ahead, or else of one that is
+        launched now. An exception from the runner leaves the core unusable: the caller ends the engine."""
         started = self._clock()
         self._runner_seconds, sampled = 0.0, self._sample_seconds()
         expired = self.scheduler.expire()
@@ -147,7 +157,9 @@ class EngineCore:
         if expired or self.scheduler.num_running < num_running:
             self._forget_finished(events)
         finished = self._clock()
-        duration = finished - max(launched.started, self._finished)  # a step ahead has the device once the one before it ends
+        duration = finished - max(
+            launched.started, self._finished
+        )  # a step ahead has the device once the one before it ends
         host = finished - started - self._runner_seconds
         sampling = self._sample_seconds() - sampled
         sizes = batch.num_tokens, batch.num_sequences, batch.num_prefill_tokens
@@ -164,7 +176,8 @@ class EngineCore:
         return value
 
     def _launch(self, batch: ScheduledBatch, started: float) -> "_Launched | None":
-        """Out of memory, a step runs in parts, and later ones prefill less: half as much, then one token more in each step."""
+        """Out of memory, a step runs in parts, and later ones prefill less: half as much, then one token more
+        in each step."""
         if not batch.num_sequences:
             return None
         chunks, num_tokens = self._chunks(batch), batch.num_tokens
@@ -174,16 +187,24 @@ class EngineCore:
 
         def count(error: StepMemoryError) -> None:
             if self.stats.memory_faults_total == faults:
-                logger.error("a step of %d tokens ran out of memory and is run in parts: %s", num_tokens, error)
+                logger.error(
+                    "a step of %d tokens ran out of memory and is run in parts: %s", num_tokens, error
+                )
             self.stats.memory_faults_total += 1
 
         step = self._timed(lambda: self._hand_over(chunks, count))
         self._kv.rows.next_step()
-        self._allow_tokens(self.scheduler.max_step_tokens + 1 if self.stats.memory_faults_total == faults else num_tokens // 2)
+        self._allow_tokens(
+            self.scheduler.max_step_tokens + 1
+            if self.stats.memory_faults_total == faults
+            else num_tokens // 2
+        )
         draws = isinstance(chunks, DecodeChunks) and chunks.plain and not isinstance(step, KnownResults)
         return _Launched(batch, step, started, draws_only=draws)
 
-    def _hand_over(self, chunks: Sequence[SequenceChunk], on_fault: Callable[[StepMemoryError], None]) -> LaunchedStep:
+    def _hand_over(
+        self, chunks: Sequence[SequenceChunk], on_fault: Callable[[StepMemoryError], None]
+    ) -> LaunchedStep:
         if self._async_runner is None:
             return KnownResults(run_within_memory(self._runner, chunks, on_fault))
         try:
@@ -193,10 +214,13 @@ class EngineCore:
         return KnownResults(run_in_parts(self._runner, chunks, on_fault))
 
     def _allow_tokens(self, limit: int) -> None:
-        self.scheduler.max_step_tokens = min(max(limit, self._kv.block_size), self.scheduler.config.max_num_batched_tokens)
+        self.scheduler.max_step_tokens = min(
+            max(limit, self._kv.block_size), self.scheduler.config.max_num_batched_tokens
+        )
 
     def _launch_ahead(self, launched: "_Launched") -> "_Launched | None":
-        """The step after one whose tokens are not known yet, where it needs nothing else of that one's results."""
+        """The step after one whose tokens are not known yet, where it needs nothing else of that one's
+        results."""
         if self._async_runner is None or not launched.draws_only:
             return None
         batch = self.scheduler.schedule_ahead(launched.batch)
@@ -208,7 +232,9 @@ class EngineCore:
         launch, started = self._async_runner.launch, self._clock()
         try:
             step = self._timed(lambda: launch(chunks))
-        except StepMemoryError as error:  # once the tokens are known, the same step is run in parts if it has to be
+        except (
+            StepMemoryError
+        ) as error:  # once the tokens are known, the same step is run in parts if it has to be
             logger.debug("no memory for a step ahead of the last one's results: %s", error)
             return None
         self._kv.rows.next_step()
@@ -230,7 +256,13 @@ class EngineCore:
             decodes.move(np.array(token_ids, dtype=np.int64), np.array(starts, dtype=np.int64))
         if not batch.prefills:
             return decodes
-        return [*decodes, *(self._sequence_chunk(chunk.request, chunk.num_tokens, chunk.samples) for chunk in batch.prefills)]
+        return [
+            *decodes,
+            *(
+                self._sequence_chunk(chunk.request, chunk.num_tokens, chunk.samples)
+                for chunk in batch.prefills
+            ),
+        ]
 
     def _chunks_of_decodes(self, requests: list[Request]) -> DecodeChunks:
         """Those of the last step while the requests are the same, not moved on yet."""
@@ -264,7 +296,9 @@ class EngineCore:
             samples=samples,
             prompt_token_ids=request.spec.prompt_token_ids,
             output_token_ids=OutputTokens(request.token_ids, request.num_prompt_tokens),
-            prompt_targets=request.token_ids[start + 1 : min(stop + 1, request.num_prompt_tokens)] if wants_prompt else (),
+            prompt_targets=request.token_ids[start + 1 : min(stop + 1, request.num_prompt_tokens)]
+            if wants_prompt
+            else (),
             grammar=request.grammar,
             pools=request.spec.pools,
             tables=self._kv.rows,
@@ -281,7 +315,9 @@ class EngineCore:
         if times.decode_step is not None and times.prefill_token:
             allowed = int((MIXED_STEP_RATIO - 1) * times.decode_step / times.prefill_token)
             config = self.scheduler.config
-            self.scheduler.mixed_prefill_tokens = min(max(allowed, self._kv.block_size), config.max_num_batched_tokens)
+            self.scheduler.mixed_prefill_tokens = min(
+                max(allowed, self._kv.block_size), config.max_num_batched_tokens
+            )
 
     def _after_change(self) -> None:
         self.scheduler.write_stats()

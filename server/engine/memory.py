@@ -1,5 +1,5 @@
-"""Runs a step that the device has no memory for in parts: half of its chunks at a time, then half of a chunk's tokens, and so on.
-A single token that still does not fit fails its own sequence. Imports no torch."""
+"""Runs a step that the device has no memory for in parts: half of its chunks at a time, then half of a
+chunk's tokens, and so on. A single token that still does not fit fails its own sequence. Imports no torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +14,8 @@ NO_MEMORY = "The server ran out of memory while it computed this request."
 def run_within_memory(
     runner: Runner, chunks: Sequence[SequenceChunk], on_fault: Callable[[StepMemoryError], None]
 ) -> Sequence[ChunkResult]:
-    """One result per chunk, in order; the same as of ``runner.run``. ``on_fault`` is told each time that memory ran out."""
+    """One result per chunk, in order; the same as of ``runner.run``. ``on_fault`` is told each time that
+    memory ran out."""
     try:
         return runner.run(chunks)
     except StepMemoryError as error:
@@ -27,7 +28,8 @@ def run_in_parts(
 ) -> Sequence[ChunkResult]:
     """The same for chunks that are known not to fit together.
 
-    Parts may run one after the other because a chunk reads no blocks but those of its own sequence, earlier ones first.
+    Parts may run one after the other because a chunk reads no blocks but those of its own sequence, earlier
+    ones first.
     """
     if len(chunks) > 1:
         half = len(chunks) // 2
@@ -49,9 +51,14 @@ def run_in_parts(
 def _halves(chunk: SequenceChunk) -> tuple[SequenceChunk, SequenceChunk]:
     """The block tables of a chunk hold all that its tokens need, so they do for each half."""
     half = len(chunk.token_ids) // 2
-    first = replace(chunk, token_ids=chunk.token_ids[:half], samples=False, prompt_targets=chunk.prompt_targets[:half])
+    first = replace(
+        chunk, token_ids=chunk.token_ids[:half], samples=False, prompt_targets=chunk.prompt_targets[:half]
+    )
     second = replace(
-        chunk, token_ids=chunk.token_ids[half:], start=chunk.start + half, prompt_targets=chunk.prompt_targets[half:]
+        chunk,
+        token_ids=chunk.token_ids[half:],
+        start=chunk.start + half,
+        prompt_targets=chunk.prompt_targets[half:],
     )
     return first, second
 

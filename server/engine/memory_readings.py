@@ -1,4 +1,5 @@
-"""What memory holds, for the metrics: read by the engine's thread, so that a scrape never asks a device that hangs."""
+"""What memory holds, for the metrics: read by the engine's thread, so that a scrape never asks a device that
+hangs."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -10,7 +11,9 @@ INTERVAL_SECONDS = 1.0
 class MemoryReadings:
     """``latest`` is a mapping that is replaced, never changed."""
 
-    def __init__(self, read: Callable[[], dict[str, int]], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, read: Callable[[], dict[str, int]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._read = read
         self._clock = clock
         self.latest: Mapping[str, int] = read()

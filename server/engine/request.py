@@ -1,4 +1,5 @@
-"""A request as the engine sees it: token ids in, token ids out, and the state the scheduler keeps. Imports no torch."""
+"""A request as the engine sees it: token ids in, token ids out, and the state the scheduler keeps. Imports no
+torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -50,8 +51,12 @@ class GenerationSpec:
     cache_salt: str | None = None  # requests share cached prefixes only under the same salt
     priority: int = 0  # lower is started earlier and preempted later
     grammar: Grammar | None = None  # what the text is constrained to
-    pools: bool = False  # wants the mean of the final hidden states of its prompt, and no tokens: max_tokens is 0
-    queue_deadline: float | None = None  # time of the engine's clock after which the request must not be started any more
+    pools: bool = (
+        False  # wants the mean of the final hidden states of its prompt, and no tokens: max_tokens is 0
+    )
+    queue_deadline: float | None = (
+        None  # time of the engine's clock after which the request must not be started any more
+    )
 
 
 @dataclass(slots=True)
@@ -68,8 +73,9 @@ class RequestTimings:
 class TokenOutput(NamedTuple):
     """What one engine step yielded for one request. The last one has ``finish_reason`` set.
 
-    A stop token is included in ``token_ids`` and named in ``stop_token_id``, so that the text can leave it out; it counts as a
-    generated token. With max_tokens 0 there is exactly one output, without tokens, finish_reason "length".
+    A stop token is included in ``token_ids`` and named in ``stop_token_id``, so that the text can leave it
+    out; it counts as a generated token. With max_tokens 0 there is exactly one output, without tokens,
+    finish_reason "length".
     """
 
     token_ids: list[int]
@@ -79,7 +85,9 @@ class TokenOutput(NamedTuple):
     prompt_logprobs: list[TokenLogprobs] | None = None  # first output only; entry i is for prompt token i + 1
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    mean_hidden: "npt.NDArray[np.float64] | None" = None  # [h], of all tokens of the prompt, where the request pools
+    mean_hidden: "npt.NDArray[np.float64] | None" = (
+        None  # [h], of all tokens of the prompt, where the request pools
+    )
 
 
 class OutputTokens(Sequence[int]):
@@ -116,7 +124,8 @@ class RequestStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """State of one request. Its work in a step is ``num_tokens - num_computed_tokens``; nothing else stores what remains."""
+    """State of one request. Its work in a step is ``num_tokens - num_computed_tokens``; nothing else stores
+    what remains."""
 
     spec: GenerationSpec
     timings: RequestTimings
@@ -125,14 +134,20 @@ class Request:
     num_computed_tokens: int = 0  # tokens whose keys and values are in the cache
     num_slots: int = 0  # tokens that its blocks have room for
     max_num_tokens: int = 0  # length at which it ends; the scheduler sets it
-    ending_ids: frozenset[int] = field(init=False)  # what a step may yield that ends it: stop tokens, and -1 for a fault
+    ending_ids: frozenset[int] = field(
+        init=False
+    )  # what a step may yield that ends it: stop tokens, and -1 for a fault
     num_cached_tokens: int = 0  # prompt tokens of the first admission that came from the prefix cache
     status: RequestStatus = RequestStatus.WAITING
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks, as far as they were needed
     num_published_blocks: int = 0
-    awaited_block: bytes | None = None  # hash of the last block of its prefix that a running request is going to compute
+    awaited_block: bytes | None = (
+        None  # hash of the last block of its prefix that a running request is going to compute
+    )
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    hidden_sum: "npt.NDArray[np.float64] | None" = None  # [h], of the tokens computed since the last admission
+    hidden_sum: "npt.NDArray[np.float64] | None" = (
+        None  # [h], of the tokens computed since the last admission
+    )
     has_output: bool = False  # something was already delivered to the client
     admitted: bool = False  # was running at least once
     grammar: GrammarState | None = field(init=False)  # as far as the output is; preemption keeps both
@@ -166,7 +181,8 @@ class Request:
 
     @property
     def max_hit_tokens(self) -> int:
-        """A prefix hit leaves at least one token to compute, and every position of which more than keys and values is wanted."""
+        """A prefix hit leaves at least one token to compute, and every position of which more than keys and
+        values is wanted."""
         if self.spec.pools:
             return 0
         limit = len(self.token_ids) - 1

@@ -1,4 +1,5 @@
-"""Plain numbers about the engine, written by its thread and read by anyone without waiting (a scrape never stops the engine)."""
+"""Plain numbers about the engine, written by its thread and read by anyone without waiting (a scrape never
+stops the engine)."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -43,7 +44,9 @@ class SpeculationStats:
     drafts_total: int = 0
     draft_tokens_total: int = 0
     accepted_tokens_total: int = 0
-    accepted_tokens_by_position: list[int] = field(default_factory=list)  # entry i: of the i-th token of a draft
+    accepted_tokens_by_position: list[int] = field(
+        default_factory=list
+    )  # entry i: of the i-th token of a draft
 
 
 @dataclass(slots=True)

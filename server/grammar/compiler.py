@@ -1,7 +1,8 @@
-"""From a constraint to a compiled grammar over the model's tokens, off the event loop, within limits of time, memory and size.
+"""From a constraint to a compiled grammar over the model's tokens, off the event loop, within limits of time,
+memory and size.
 
-A faulty or too expensive constraint is a GrammarError and harms nobody else: the library counts its own work and gives up, and a
-compilation that takes too long all the same is left behind.
+A faulty or too expensive constraint is a GrammarError and harms nobody else: the library counts its own work
+and gives up, and a compilation that takes too long all the same is left behind.
 """
 
 import asyncio
@@ -31,14 +32,16 @@ PLACE_SECONDS = 10.0
 # Of text that leaves no choice. The library gives up on endless ones at some 60,000.
 MAX_FORCED_BYTES = 32 * 1024
 _ENDLESS = f"begins with more than {MAX_FORCED_BYTES} bytes that leave no choice, or must hold itself and never comes to an end"
-# The library descends by recursion, some 10 kB for each reference of a chain; the size limits keep chains below 16 000.
+# The library descends by recursion, some 10 kB for each reference of a chain; the size limits keep chains
+# below 16 000.
 COMPILE_STACK_BYTES = 512 * 1024 * 1024
 MAX_MASK_THREADS = 8
 IDLE_SECONDS = 2.0
 IDLE_POLLS = 8  # in that time
 
-# Beside the defaults, which stand for 20 ms of work for the first lexer and 15 ms for a mask. A lexer state takes 1 to 2 kB; the
-# states of a request share them. Each property that may be left out is an item in the row.
+# Beside the defaults, which stand for 20 ms of work for the first lexer and 15 ms for a mask. A lexer state
+# takes 1 to 2 kB; the states of a request share them. Each property that may be left out is an item in the
+# row.
 _STACK_SIZE_LOCK = threading.Lock()
 _LIMITS = LLParserLimits(max_lexer_states=50_000, max_items_in_row=10_000, verbose_errors=False)
 
@@ -48,7 +51,8 @@ class CompilerBusyError(Exception):
 
 
 class CompiledGrammar:
-    """A grammar at its beginning. Implements ``model.interface.grammar_state.Grammar``; any number of states start from it."""
+    """A grammar at its beginning. Implements ``model.interface.grammar_state.Grammar``; any number of states
+    start from it."""
 
     def __init__(self, matcher: LLMatcher, eos_token_id: int, threads: Executor) -> None:
         """Raises GrammarFault if not even the first token can be found within the limits."""
@@ -58,12 +62,14 @@ class CompiledGrammar:
         self._first_mask = compute_mask(matcher.deep_copy())
 
     def new_state(self, end_token_ids: frozenset[int]) -> GrammarState:
-        return MatcherState(self._matcher.deep_copy(), self._eos_token_id, end_token_ids, self._first_mask, self._threads)
+        return MatcherState(
+            self._matcher.deep_copy(), self._eos_token_id, end_token_ids, self._first_mask, self._threads
+        )
 
 
 class GrammarCompiler:
-    """One per loaded model. The view of the vocabulary is made in the first idle moment, or by ``warm_up`` or a compilation where
-    it is needed before."""
+    """One per loaded model. The view of the vocabulary is made in the first idle moment, or by ``warm_up`` or
+    a compilation where it is needed before."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -80,15 +86,15 @@ class GrammarCompiler:
         return self._vocabulary is not None
 
     async def compile(self, source: GrammarSource) -> CompiledGrammar:
-        """Raises GrammarError, CompilerBusyError. Its time counts from when one of the places is free and the view of the
-        vocabulary is made; a thread keeps its place until it is done."""
+        """Raises GrammarError, CompilerBusyError. Its time counts from when one of the places is free and the
+        view of the vocabulary is made; a thread keeps its place until it is done."""
         if self._vocabulary is None:
             await self._vocabulary_made()
         return await self._in_thread(lambda: self.compile_now(source))
 
     async def first_fault(self, schemas: Sequence[dict[str, Any]]) -> tuple[int, GrammarError] | None:
-        """Which of them is no JSON schema, and why; None where all are. Those that were found to be one are not looked at again.
-        Raises GrammarError where they take too long, CompilerBusyError."""
+        """Which of them is no JSON schema, and why; None where all are. Those that were found to be one are
+        not looked at again. Raises GrammarError where they take too long, CompilerBusyError."""
         unknown = await asyncio.to_thread(self._sound_schemas.unknown, schemas)
         if not unknown:
             return None
@@ -160,27 +166,31 @@ class GrammarCompiler:
             raise GrammarError(f"no text begins to follow it: {_first_lines(str(error))}") from None
 
     def _check_arguments(self, matcher: LLMatcher, rules: CallRules) -> None:
-        """Arguments that are forced to go on for ever, as those that must hold themselves, are a fault of the schema. It shows
-        where they begin; the first mask is far from there."""
+        """Arguments that are forced to go on for ever, as those that must hold themselves, are a fault of the
+        schema. It shows where they begin; the first mask is far from there."""
         for function in rules.functions:
             state = matcher.deep_copy()
             state.consume_tokens(self._tokenizer.encode_plain(call_head(function.name)))
             if _is_endless(state):
-                raise GrammarError(f"arguments of the function '{function.name}': what follows their schema {_ENDLESS}")
+                raise GrammarError(
+                    f"arguments of the function '{function.name}': what follows their schema {_ENDLESS}"
+                )
 
     def warm_up(self) -> LLTokenizer:
-        """The view of the vocabulary; one or two seconds of work the first time for hundreds of thousands of tokens."""
+        """The view of the vocabulary; one or two seconds of work the first time for hundreds of thousands of
+        tokens."""
         with self._vocabulary_lock:
             if self._vocabulary is None:
-                # In two steps, since the library keeps the interpreter's lock: nobody waits for more than one of them.
+                # In two steps, since the library keeps the interpreter's lock: nobody waits for more than one
+                # of them.
                 plain = LLTokenizer(TokenizerWrapper(_Vocabulary(self._tokenizer)), slices=[])
                 self._vocabulary = plain.with_slices(LLTokenizer.general_slices())
             return self._vocabulary
 
     async def warm_up_when_idle(self, is_idle: Callable[[], bool]) -> None:
-        """Make the view in the first moment in which nothing has run for IDLE_SECONDS: the library keeps the interpreter's lock
-        meanwhile, and would hold up streams. Returns when it is there; a request with a constraint does not wait for such a
-        moment."""
+        """Make the view in the first moment in which nothing has run for IDLE_SECONDS: the library keeps the
+        interpreter's lock meanwhile, and would hold up streams. Returns when it is there; a request with a
+        constraint does not wait for such a moment."""
         quiet_polls = 0
         while self._vocabulary is None:
             await asyncio.sleep(IDLE_SECONDS / IDLE_POLLS)
@@ -198,8 +208,8 @@ def _too_slow() -> GrammarError:
 
 
 def _is_endless(state: LLMatcher) -> bool:
-    """Whether the text is forced to go on for ever from here, as that of a schema that must hold itself, or for so long that it
-    looks like that."""
+    """Whether the text is forced to go on for ever from here, as that of a schema that must hold itself, or
+    for so long that it looks like that."""
     return len(state.compute_ff_bytes()) > MAX_FORCED_BYTES or state.is_error()
 
 
@@ -210,13 +220,17 @@ class _Vocabulary:
         self._tokenizer = tokenizer
         self.eos_token_id = tokenizer.eos_token_ids[0]
         self.bos_token_id = tokenizer.bos_token_id
-        # Ids beyond the known ones have no logit; those without a token among them have no bytes and are never allowed.
+        # Ids beyond the known ones have no logit; those without a token among them have no bytes and are
+        # never allowed.
         self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.num_known_tokens)]
         self.special_token_ids = sorted(tokenizer.control_token_ids | {self.eos_token_id})
-        self._byte_ids = {entry: token_id for token_id, entry in enumerate(tokenizer.entries) if isinstance(entry, int)}
+        self._byte_ids = {
+            entry: token_id for token_id, entry in enumerate(tokenizer.entries) if isinstance(entry, int)
+        }
 
     def __call__(self, text: str) -> list[int]:
-        """Ids of forced text. The tokenizer reads some characters as others (its own mark as a blank): these go byte by byte."""
+        """Ids of forced text. The tokenizer reads some characters as others (its own mark as a blank): these
+        go byte by byte."""
         ids = self._tokenizer.encode_plain(text)
         if b"".join(self.tokens[token_id] for token_id in ids) == text.encode():
             return ids
@@ -234,7 +248,8 @@ def _start_thread(work: Callable[[], None]) -> None:
 
 
 def _first_lines(error: str) -> str:
-    """What went wrong and where. The library dumps the grammar after it, and its regular expressions end with the reason."""
+    """What went wrong and where. The library dumps the grammar after it, and its regular expressions end with
+    the reason."""
     lines = [line.strip() for line in error.splitlines() if line.strip(" ^") not in ("", "<non-verbose/>")]
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (reasons or [" ".join(lines[:3])])[0][:300] or "it can't be compiled"

@@ -1,5 +1,5 @@
-"""Remembers which JSON schemas were found to be sound, by their content: the requests of one client offer the same functions in
-every turn. Safe to use from several threads."""
+"""Remembers which JSON schemas were found to be sound, by their content: the requests of one client offer the
+same functions in every turn. Safe to use from several threads."""
 
 import hashlib
 import json

@@ -1,7 +1,8 @@
-"""What a request constrains its text to, as values, and its translation into one grammar in llguidance's JSON form.
+"""What a request constrains its text to, as values, and its translation into one grammar in llguidance's JSON
+form.
 
-Everything here is cheap and bounded by the size limits. Whether the grammar makes sense is found by compiling it. JSON is
-compact: no blanks outside strings, so that no model can fill its answer with them.
+Everything here is cheap and bounded by the size limits. Whether the grammar makes sense is found by compiling
+it. JSON is compact: no blanks outside strings, so that no model can fill its answer with them.
 """
 
 import json
@@ -34,17 +35,20 @@ _COMPACT_JSON: Any = {
     "lenient": False,
 }
 
-# For schemas that the model is shown and its arguments need not follow: only what is no schema at all is a fault.
+# For schemas that the model is shown and its arguments need not follow: only what is no schema at all is a
+# fault.
 _SHOWN_JSON: Any = {"coerce_one_of": True, "lenient": True}
 
 
 class GrammarError(Exception):
-    """A constraint that can't be compiled. The text says why and is fit to be shown behind the name of the field."""
+    """A constraint that can't be compiled. The text says why and is fit to be shown behind the name of the
+    field."""
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSource:
-    """One constraint as the client gave it: a schema as a dict, choices as a tuple, calls as CallRules, the others as text."""
+    """One constraint as the client gave it: a schema as a dict, choices as a tuple, calls as CallRules, the
+    others as text."""
 
     kind: Literal["json", "regex", "choice", "grammar", "calls"]
     value: Any
@@ -67,8 +71,9 @@ class GrammarSource:
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """Calls of functions, in the form of ``text.functions``, with arguments that follow their schemas: one, or with ``several``
-    also a list of them. ``otherwise`` is what the text may be instead; without it there must be a call."""
+    """Calls of functions, in the form of ``text.functions``, with arguments that follow their schemas: one,
+    or with ``several`` also a list of them. ``otherwise`` is what the text may be instead; without it there
+    must be a call."""
 
     functions: tuple[Function, ...]
     several: bool
@@ -113,7 +118,8 @@ def _from_regex(regex: str) -> str:
 
 
 def _check_repeats(regex: str) -> None:
-    """A repeat of a repeat is a slip in every dialect, though the compiler reads it as some other expression."""
+    """A repeat of a repeat is a slip in every dialect, though the compiler reads it as some other
+    expression."""
     in_class = False
     position = 0
     while position < len(regex):
@@ -132,7 +138,9 @@ def _check_repeats(regex: str) -> None:
 
 def _from_choices(choices: tuple[str, ...]) -> str:
     _check_size(sum(map(len, choices)), MAX_CHOICE_CHARACTERS, "list of choices")
-    return _lark("start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+    return _lark(
+        "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    )
 
 
 def _from_grammar(grammar: str) -> str:

@@ -1,5 +1,6 @@
-"""A choice's place in its grammar, see ``Grammar`` of the model. The next mask is computed in a pool of threads as soon as the
-last token is known, so beside the model's next step; llguidance lets other threads run meanwhile."""
+"""A choice's place in its grammar, see ``Grammar`` of the model. The next mask is computed in a pool of
+threads as soon as the last token is known, so beside the model's next step; llguidance lets other threads run
+meanwhile."""
 
 from collections.abc import Iterable
 from concurrent.futures import Executor, Future
@@ -10,10 +11,16 @@ from model.interface.grammar_state import GrammarFault
 
 
 class MatcherState:
-    """Belongs to the engine's thread. The matcher is touched by one thread at a time: by the pool until the mask is there."""
+    """Belongs to the engine's thread. The matcher is touched by one thread at a time: by the pool until the
+    mask is there."""
 
     def __init__(
-        self, matcher: LLMatcher, eos_token_id: int, end_token_ids: frozenset[int], first_mask: bytes, threads: Executor
+        self,
+        matcher: LLMatcher,
+        eos_token_id: int,
+        end_token_ids: frozenset[int],
+        first_mask: bytes,
+        threads: Executor,
     ) -> None:
         self._matcher = matcher
         self._eos_token_id = eos_token_id
@@ -47,7 +54,8 @@ class MatcherState:
 
 
 def compute_mask(matcher: LLMatcher) -> bytes:
-    """What may come next, with the bit of the end of sequence where the grammar may end. Raises GrammarFault."""
+    """What may come next, with the bit of the end of sequence where the grammar may end. Raises
+    GrammarFault."""
     mask = b"" if matcher.is_error() else matcher.compute_bitmask()
     if matcher.is_error():
         reason = matcher.get_error().removesuffix("<non-verbose/>").strip()

@@ -1,5 +1,5 @@
-"""The keys of which a request must bring one: those of --api-key and those in the file of --api-key-file. A file without a key
-is an error, for it would open the server to everybody."""
+"""The keys of which a request must bring one: those of --api-key and those in the file of --api-key-file. A
+file without a key is an error, for it would open the server to everybody."""
 
 from pathlib import Path
 

@@ -1,5 +1,6 @@
-"""Until when a client waits. It says so by the header X-Request-Timeout or the field ``timeout``: then the whole answer must be
-there in time. OpenAI's Python client also tells how long it waits for the next byte: a hint when queued work became useless."""
+"""Until when a client waits. It says so by the header X-Request-Timeout or the field ``timeout``: then the
+whole answer must be there in time. OpenAI's Python client also tells how long it waits for the next byte: a
+hint when queued work became useless."""
 
 import time
 from collections.abc import Mapping
@@ -15,8 +16,8 @@ MAX_TIMEOUT_SECONDS = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """``at``: the monotonic time at which the whole answer must be there; None: never. ``patience``: seconds without a byte after
-    which the client gives up, counted from ``asked_at``, the end of its request."""
+    """``at``: the monotonic time at which the whole answer must be there; None: never. ``patience``: seconds
+    without a byte after which the client gives up, counted from ``asked_at``, the end of its request."""
 
     at: float | None = None
     patience: float | None = None
@@ -24,7 +25,8 @@ class Deadline:
 
     @classmethod
     def of(cls, headers: Mapping[str, str], arrival: float, *timeouts: float | None) -> "Deadline":
-        """The earliest of several timeouts holds. ``arrival`` is when the request began to come in; now is its end."""
+        """The earliest of several timeouts holds. ``arrival`` is when the request began to come in; now is
+        its end."""
         given = [seconds for seconds in timeouts if seconds is not None]
         return cls(arrival + min(given) if given else None, read_timeout_hint(headers), time.monotonic())
 
@@ -33,8 +35,9 @@ class Deadline:
         return None if self.at is None else max(0.0, self.at - time.monotonic())
 
     def queue_deadline(self, *, stream: bool, num_sequences: int, keep_alive_seconds: float) -> float | None:
-        """Until when the work of a request may be started. An answer in one piece has no byte before its end. A stream has, from
-        any of its sequences, and a comment every ``keep_alive_seconds`` keeps patient clients waiting."""
+        """Until when the work of a request may be started. An answer in one piece has no byte before its end.
+        A stream has, from any of its sequences, and a comment every ``keep_alive_seconds`` keeps patient
+        clients waiting."""
         patience = self.patience
         if stream and (num_sequences > 1 or (patience is not None and patience >= keep_alive_seconds)):
             patience = None

@@ -1,5 +1,5 @@
-"""The answer to a request that failed, in the form of the API that was asked: Anthropic's from /v1/messages on, OpenAI's
-elsewhere."""
+"""The answer to a request that failed, in the form of the API that was asked: Anthropic's from /v1/messages
+on, OpenAI's elsewhere."""
 
 from typing import Any
 
@@ -30,11 +30,16 @@ def is_messages_path(path: str) -> bool:
 
 def messages_error(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
     kind = _TYPES.get(error.status, "invalid_request_error")
-    body = {"type": "error", "error": {"type": kind, "message": shorten(error.message, MAX_MESSAGE_CHARACTERS)}}
+    body = {
+        "type": "error",
+        "error": {"type": kind, "message": shorten(error.message, MAX_MESSAGE_CHARACTERS)},
+    }
     return body if request_id is None else {**body, "request_id": request_id}
 
 
 def error_answer(scope: Scope, error: ApiError) -> Response:
     if not is_messages_path(scope["path"]):
         return error_response(error)
-    return JsonResponse(messages_error(error, scope[REQUEST_ID_KEY].value), error.status, dict(error.headers or {}))
+    return JsonResponse(
+        messages_error(error, scope[REQUEST_ID_KEY].value), error.status, dict(error.headers or {})
+    )

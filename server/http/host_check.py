@@ -1,5 +1,6 @@
-"""Guards a server on a loopback address against pages that rebind a name of their own to 127.0.0.1: their requests carry that
-name in the Host header. Only loopback names and addresses, and configured names, are let through. Elsewhere every Host is."""
+"""Guards a server on a loopback address against pages that rebind a name of their own to 127.0.0.1: their
+requests carry that name in the Host header. Only loopback names and addresses, and configured names, are let
+through. Elsewhere every Host is."""
 
 import ipaddress
 from collections.abc import Iterable
@@ -30,9 +31,12 @@ def host_of(header: str) -> str:
 
 
 class HostMiddleware:
-    """``host``: the address that the server is bound to. Without ``refusals`` what is refused is answered and no more."""
+    """``host``: the address that the server is bound to. Without ``refusals`` what is refused is answered and
+    no more."""
 
-    def __init__(self, app: ASGIApp, host: str, allowed_hosts: Iterable[str], refusals: Refusals | None) -> None:
+    def __init__(
+        self, app: ASGIApp, host: str, allowed_hosts: Iterable[str], refusals: Refusals | None
+    ) -> None:
         self._app = app
         self._checks = is_loopback(host.lower())
         self._allowed = frozenset(host_of(name) for name in allowed_hosts)
@@ -43,7 +47,9 @@ class HostMiddleware:
             await self._app(scope, receive, send)
             return
         # A request of HTTP/1.0 may have none: no browser sends such a one.
-        refused = [value for value in header_values(scope, b"host") if not self._is_allowed(value.decode("latin-1"))]
+        refused = [
+            value for value in header_values(scope, b"host") if not self._is_allowed(value.decode("latin-1"))
+        ]
         if not refused:
             await self._app(scope, receive, send)
             return

@@ -1,5 +1,5 @@
-"""``--metrics-port``: /metrics on a listener of its own, without a key. It opens with the port of the API and closes after it, so
-that loading, load and drain are all seen."""
+"""``--metrics-port``: /metrics on a listener of its own, without a key. It opens with the port of the API and
+closes after it, so that loading, load and drain are all seen."""
 
 import socket
 
@@ -21,7 +21,8 @@ MAX_CONNECTIONS = 64
 
 
 async def metrics_response(metrics: Metrics) -> Response:
-    """Rendered beside the event loop, one at a time: a thousand lines take so long that streams would be seen to halt."""
+    """Rendered beside the event loop, one at a time: a thousand lines take so long that streams would be seen
+    to halt."""
     text = await to_thread.run_sync(metrics.render, limiter=metrics.render_limiter)
     return Response(text, headers={"content-type": CONTENT_TYPE})
 
@@ -63,4 +64,6 @@ def _metrics_app(metrics: Metrics) -> Starlette:
     async def wrong_method(request: Request, error: Exception) -> Response:
         return error_response(method_not_supported(request.method, request.url.path, {"allow": "GET, HEAD"}))
 
-    return Starlette(routes=[Route("/metrics", scrape)], exception_handlers={404: not_found, 405: wrong_method})
+    return Starlette(
+        routes=[Route("/metrics", scrape)], exception_handlers={404: not_found, 405: wrong_method}
+    )

@@ -1,5 +1,5 @@
-"""Two plain ASGI middlewares: the request's id, its metrics and the last resort for faults; and the API key. They hand
-``receive`` and ``send`` on, so that a client's departure is seen by whoever waits for it."""
+"""Two plain ASGI middlewares: the request's id, its metrics and the last resort for faults; and the API key.
+They hand ``receive`` and ``send`` on, so that a client's departure is seen by whoever waits for it."""
 
 import hashlib
 import hmac
@@ -35,8 +35,8 @@ def header_values(scope: Scope, name: bytes) -> list[bytes]:
 
 
 class Refusals:
-    """What a middleware does with a request that must not reach its route: it is counted and traced like any other that is
-    rejected, and answered."""
+    """What a middleware does with a request that must not reach its route: it is counted and traced like any
+    other that is rejected, and answered."""
 
     def __init__(self, metrics: Metrics, tracer: RequestTracer | None = None) -> None:
         self._metrics = metrics
@@ -48,7 +48,9 @@ class Refusals:
             assert error.rejection is not None
             headers = {name: header_values(scope, name.encode()) for name in PROPAGATION_HEADERS}
             carrier = {name: values[0].decode("latin-1") for name, values in headers.items() if values}
-            record = RequestRecord(self._metrics, endpoint, None, scope[REQUEST_ID_KEY].value, self._tracer, carrier)
+            record = RequestRecord(
+                self._metrics, endpoint, None, scope[REQUEST_ID_KEY].value, self._tracer, carrier
+            )
             record.reject(error.rejection)
         await error_answer(scope, error)(scope, receive, send)
 
@@ -64,10 +66,14 @@ class RequestContextMiddleware:
             return
         values = header_values(scope, b"x-request-id")
         given = values[0].decode("latin-1") if values else ""
-        request_id = RequestId(given, is_given=True) if is_sound_request_id(given) else RequestId(uuid.uuid4().hex)
+        request_id = (
+            RequestId(given, is_given=True) if is_sound_request_id(given) else RequestId(uuid.uuid4().hex)
+        )
         scope[REQUEST_ID_KEY] = request_id
         # Anthropic's clients look for it under a name of their own.
-        id_headers = (b"x-request-id", b"request-id") if is_messages_path(scope["path"]) else (b"x-request-id",)
+        id_headers = (
+            (b"x-request-id", b"request-id") if is_messages_path(scope["path"]) else (b"x-request-id",)
+        )
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -94,12 +100,14 @@ class RequestContextMiddleware:
             await error_answer(scope, internal_error())(scope, receive, send_with_id)
         finally:
             in_flight.dec()
-            self._metrics.observe_http(scope["method"], route, status or CLIENT_CLOSED_REQUEST, time.monotonic() - started)
+            self._metrics.observe_http(
+                scope["method"], route, status or CLIENT_CLOSED_REQUEST, time.monotonic() - started
+            )
 
 
 class ApiKeyMiddleware:
-    """Lets a request with one of the keys pass, as Bearer token or in the header X-Api-Key; without keys every request. Only the
-    probes are open. Keys are compared as digests in constant time."""
+    """Lets a request with one of the keys pass, as Bearer token or in the header X-Api-Key; without keys
+    every request. Only the probes are open. Keys are compared as digests in constant time."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str], refusals: Refusals) -> None:
         self._app = app
@@ -112,7 +120,11 @@ class ApiKeyMiddleware:
             return
         bearers, plain = header_values(scope, b"authorization"), header_values(scope, b"x-api-key")
         values = bearers + plain
-        if len(bearers) <= 1 and len(plain) <= 1 and any([self._is_bearer_known(bearers), self._is_known(plain)]):
+        if (
+            len(bearers) <= 1
+            and len(plain) <= 1
+            and any([self._is_bearer_known(bearers), self._is_known(plain)])
+        ):
             await self._app(scope, receive, send)
             return
         await self._refusals.answer(unauthorized(presented=bool(values)), scope, receive, send)

@@ -1,7 +1,8 @@
-"""uvicorn's HTTP protocol with bounds that it does not have itself, on connections and on the head of a request. A head that is
-too large is answered with 431, one that does not arrive in time with 408, and a connection that asks nothing is closed. For a
-connection beyond the limit an idle one is closed; where none is idle, it is answered with 503. What has no sound head never
-reaches the application, so it is neither counted nor logged there."""
+"""uvicorn's HTTP protocol with bounds that it does not have itself, on connections and on the head of a
+request. A head that is too large is answered with 431, one that does not arrive in time with 408, and a
+connection that asks nothing is closed. For a connection beyond the limit an idle one is closed; where none is
+idle, it is answered with 503. What has no sound head never reaches the application, so it is neither counted
+nor logged there."""
 
 import asyncio
 import itertools
@@ -15,9 +16,11 @@ if TYPE_CHECKING:
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers
 MAX_HEADERS = 256
-# Closing while the client still sends would make its system drop the answer: what comes is thrown away for so long.
+# Closing while the client still sends would make its system drop the answer: what comes is thrown away for so
+# long.
 LINGER_SECONDS = 1.0
-# Refused connections that may still be open to get their answer; what comes beyond them is closed without one.
+# Refused connections that may still be open to get their answer; what comes beyond them is closed without
+# one.
 MAX_REFUSED_CONNECTIONS = 32
 
 _PHRASES = {
@@ -29,8 +32,8 @@ _PHRASES = {
 
 
 def http_protocol(read_timeout: float, max_connections: int = 0) -> type[asyncio.Protocol] | Literal["auto"]:
-    """The class for ``uvicorn.Config(http=...)``. ``read_timeout`` in seconds; 0: no limit, of either. Without httptools, as on
-    PyPy, uvicorn's own choice, which bounds the size of a head alone."""
+    """The class for ``uvicorn.Config(http=...)``. ``read_timeout`` in seconds; 0: no limit, of either.
+    Without httptools, as on PyPy, uvicorn's own choice, which bounds the size of a head alone."""
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
     except ImportError:
@@ -38,8 +41,9 @@ def http_protocol(read_timeout: float, max_connections: int = 0) -> type[asyncio
     order = itertools.count()
 
     class BoundedProtocol(HttpToolsProtocol):
-        """``_part``: what the next byte belongs to. ``_num_pending``: bytes that came and are no piece of a body: of a head, of
-        trailers, of the extensions of chunks. A timer runs while the client has to send and no answer is awaited."""
+        """``_part``: what the next byte belongs to. ``_num_pending``: bytes that came and are no piece of a
+        body: of a head, of trailers, of the extensions of chunks. A timer runs while the client has to send
+        and no answer is awaited."""
 
         _part: Literal["none", "head", "body"] = "none"
         _num_pending = 0
@@ -59,7 +63,8 @@ def http_protocol(read_timeout: float, max_connections: int = 0) -> type[asyncio
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_timer()
             super().connection_lost(exc)
-            # uvicorn tells the request that came last; it is an earlier one that runs while others wait behind it.
+            # uvicorn tells the request that came last; it is an earlier one that runs while others wait
+            # behind it.
             running = self._running
             if running is not None and not running.response_complete:
                 running.disconnected = True
@@ -125,7 +130,10 @@ def http_protocol(read_timeout: float, max_connections: int = 0) -> type[asyncio
             idle = [
                 other
                 for other in self.connections
-                if isinstance(other, BoundedProtocol) and other is not self and other._is_idle and not other._is_refused
+                if isinstance(other, BoundedProtocol)
+                and other is not self
+                and other._is_idle
+                and not other._is_refused
             ]
             if idle:
                 min(idle, key=lambda other: other._idle_since).transport.close()
@@ -180,7 +188,11 @@ def http_protocol(read_timeout: float, max_connections: int = 0) -> type[asyncio
 
 
 def _too_large(limit: str) -> ApiError:
-    return ApiError(431, f"The head of the request is larger than the limit of {limit}.", code="request_header_fields_too_large")
+    return ApiError(
+        431,
+        f"The head of the request is larger than the limit of {limit}.",
+        code="request_header_fields_too_large",
+    )
 
 
 def _raw_response(error: ApiError) -> bytes:

@@ -1,6 +1,6 @@
-"""An answer that is given before all of the body came, such as a refusal by size or key, reaches its client: a connection that
-is closed while data is on its way is reset, and the answer lost. What still comes is thrown away for a while, once the answer is
-out."""
+"""An answer that is given before all of the body came, such as a refusal by size or key, reaches its client:
+a connection that is closed while data is on its way is reset, and the answer lost. What still comes is thrown
+away for a while, once the answer is out."""
 
 import asyncio
 import contextlib
@@ -42,4 +42,7 @@ class UnreadBodyMiddleware:
 
 
 def _has_body(scope: Scope) -> bool:
-    return any(name == b"transfer-encoding" or (name == b"content-length" and value != b"0") for name, value in scope["headers"])
+    return any(
+        name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
+        for name, value in scope["headers"]
+    )

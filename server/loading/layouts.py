@@ -1,5 +1,5 @@
-"""What the two-pool cache saves: bytes of one sequence and sequences that fit a budget, against a layout that keeps every
-token of every layer. ``gemserve info --layouts`` prints it for all sizes. Imports no torch."""
+"""What the two-pool cache saves: bytes of one sequence and sequences that fit a budget, against a layout that
+keeps every token of every layer. ``gemserve info --layouts`` prints it for all sizes. Imports no torch."""
 
 from dataclasses import asdict, dataclass
 
@@ -10,7 +10,8 @@ from server.loading.memory_plan import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class LayoutComparison:
-    """One model size. The hybrid count includes the local pool's proven bound for so many sequences and both null blocks."""
+    """One model size. The hybrid count includes the local pool's proven bound for so many sequences and both
+    null blocks."""
 
     size: str
     hybrid_bytes: int  # of one sequence
@@ -24,7 +25,8 @@ class LayoutComparison:
 
 
 def hybrid_fit(spec: KVCacheSpec, budget: int, num_tokens: int, max_num_batched_tokens: int) -> int:
-    """Most sequences of ``num_tokens`` that run at once: global blocks of each, and a local pool that can never be short."""
+    """Most sequences of ``num_tokens`` that run at once: global blocks of each, and a local pool that can
+    never be short."""
     blocks = spec.blocks(num_tokens).global_blocks
     count = 0
     while True:

@@ -1,7 +1,8 @@
-"""From settings to a loaded engine: checkpoint, tokenizer, weights, cache plan, engine. Everything slow about a start is here.
+"""From settings to a loaded engine: checkpoint, tokenizer, weights, cache plan, engine. Everything slow about
+a start is here.
 
-Phases are reported by name as they begin, so that the readiness probe can say what is being waited for. Importing this module
-imports no torch; calling ``load_engine`` does.
+Phases are reported by name as they begin, so that the readiness probe can say what is being waited for.
+Importing this module imports no torch; calling ``load_engine`` does.
 """
 
 import logging
@@ -49,9 +50,12 @@ class LoadedEngine:
     startup_seconds: dict[str, float] = field(default_factory=dict)  # by phase
     # Bytes by what they hold; only the engine's thread calls it once that runs.
     read_memory: Callable[[], dict[str, int]] = dict
-    # Has a callback told of a fault outside the engine's steps: the end of a process that holds a part of the model.
+    # Has a callback told of a fault outside the engine's steps: the end of a process that holds a part of the
+    # model.
     watch: Callable[[Callable[[BaseException], None]], None] = lambda callback: None
-    close: Callable[[], None] | None = None  # ends such processes, once the engine's thread has ended; None: there are none
+    close: Callable[[], None] | None = (
+        None  # ends such processes, once the engine's thread has ended; None: there are none
+    )
 
 
 class _Phases:
@@ -78,14 +82,16 @@ class _Phases:
 
 
 def open_weight_cache(settings: Settings, checkpoint: "Checkpoint | None") -> "WeightCache | None":
-    """Begins to read the packed weights of an earlier start in a thread, if there are any. None where none are kept: also for
-    parts of a model, of which every rank packs its own."""
+    """Begins to read the packed weights of an earlier start in a thread, if there are any. None where none
+    are kept: also for parts of a model, of which every rank packs its own."""
     if checkpoint is None or not settings.weight_cache or settings.tensor_parallel_size > 1:
         return None
     from model.execution.weight_cache import WeightCache, weight_cache_key
     from model.host.cache_dir import default_cache_dir
 
-    key = weight_cache_key(checkpoint, dtype=settings.dtype, device=settings.device, quantization=settings.quantization)
+    key = weight_cache_key(
+        checkpoint, dtype=settings.dtype, device=settings.device, quantization=settings.quantization
+    )
     return None if key is None else WeightCache((settings.cache_dir or default_cache_dir()) / "weights", key)
 
 
@@ -97,23 +103,27 @@ def _read(file: Path) -> str:
 
 
 def captures_graphs(settings: Settings) -> bool:
-    """Ranks that share a model would have to capture and replay together, which they do not: they run every step as it is."""
+    """Ranks that share a model would have to capture and replay together, which they do not: they run every
+    step as it is."""
     return settings.cuda_graphs and settings.tensor_parallel_size == 1
 
 
 def schedules_ahead(settings: Settings, device_type: str) -> bool:
-    """Whether the next step is launched before the results of the last one are read. Ranks that share a model take a step at a
-    time; a CPU would only deliver later."""
+    """Whether the next step is launched before the results of the last one are read. Ranks that share a model
+    take a step at a time; a CPU would only deliver later."""
     if settings.tensor_parallel_size > 1:
         if settings.async_scheduling:
-            logger.warning("--async-scheduling has no effect with --tensor-parallel-size %d", settings.tensor_parallel_size)
+            logger.warning(
+                "--async-scheduling has no effect with --tensor-parallel-size %d",
+                settings.tensor_parallel_size,
+            )
         return False
     return device_type == "cuda" if settings.async_scheduling is None else settings.async_scheduling
 
 
 def cache_budget(settings: Settings, runner: "ModelRunner") -> tuple[int, str]:
-    """Bytes for the cache, and the setting that they come from: as was said, else what a CUDA device has left, else a share of
-    the host's memory. To be called before there is a cache."""
+    """Bytes for the cache, and the setting that they come from: as was said, else what a CUDA device has
+    left, else a share of the host's memory. To be called before there is a cache."""
     if settings.kv_cache_memory is not None:
         return settings.kv_cache_memory, "--kv-cache-memory"
     from model.execution.device_memory import profile_cuda_memory
@@ -136,8 +146,8 @@ def load_engine(
     checkpoint: "Checkpoint | None" = None,
     weight_cache: "WeightCache | None" = None,
 ) -> LoadedEngine:
-    """Load what the settings name. ``checkpoint``: one that is already open, ``weight_cache``: that of its weights, both None to
-    have them opened here. Raises ModelError with the remedy in its text."""
+    """Load what the settings name. ``checkpoint``: one that is already open, ``weight_cache``: that of its
+    weights, both None to have them opened here. Raises ModelError with the remedy in its text."""
     if settings.tensor_parallel_size == 1:
         return _load_engine(settings, report_phase, checkpoint, weight_cache, None)
     from model.parallel.ranks import Ranks
@@ -176,13 +186,17 @@ def _load_engine(
             vocab_size=config.vocab_size,
             bos_token_id=config.bos_token_id,
             eos_token_ids=config.eos_token_ids,
-            chat_template=checkpoint.chat_template if settings.chat_template is None else _read(settings.chat_template),
+            chat_template=checkpoint.chat_template
+            if settings.chat_template is None
+            else _read(settings.chat_template),
             tokens=checkpoint.tokens,
         )
     except ChatTemplateError as error:
         raise ConfigError(f"{settings.chat_template or checkpoint.name}: {error}") from None
     if tokenizer.uses_builtin_chat_template:
-        logger.info("the model has no chat template: chats use the built-in one of Gemma 3; --chat-template takes another one")
+        logger.info(
+            "the model has no chat template: chats use the built-in one of Gemma 3; --chat-template takes another one"
+        )
     grammars = GrammarCompiler(tokenizer)
     phases.enter("import")
     if preloading is not None:
@@ -244,7 +258,9 @@ def _load_engine(
         runner.capture_graphs(padded_sizes(settings.max_num_seqs), max_model_len)
     phases.enter(None)
 
-    kv = KVCacheManager(runner.spec, plan.num_global_blocks, plan.num_local_blocks, prefix_caching=settings.prefix_caching)
+    kv = KVCacheManager(
+        runner.spec, plan.num_global_blocks, plan.num_local_blocks, prefix_caching=settings.prefix_caching
+    )
     scheduler_config = SchedulerConfig(settings.max_num_seqs, settings.max_num_batched_tokens, max_model_len)
     core = EngineCore(
         runner,

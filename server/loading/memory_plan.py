@@ -1,5 +1,6 @@
-"""The memory plan of a model: weights, both cache pools and how many requests fit. ``gemserve info`` prints it for a model that
-is not loaded, the start of the server for the one that is, both through ``make_report``. Imports no torch."""
+"""The memory plan of a model: weights, both cache pools and how many requests fit. ``gemserve info`` prints
+it for a model that is not loaded, the start of the server for the one that is, both through ``make_report``.
+Imports no torch."""
 
 from dataclasses import asdict, dataclass
 
@@ -8,23 +9,27 @@ from model.interface.kv_cache_spec import KVCachePlan, KVCacheSpec, ceil_div
 
 FIT_LENGTHS = (1024, 8192, 32768)
 DTYPE_SIZES = {"float32": 4, "bfloat16": 2}
-# Share of the host's memory free after loading that the cache gets by default: other programs and the activations of a step live
-# in the same memory.
+# Share of the host's memory free after loading that the cache gets by default: other programs and the
+# activations of a step live in the same memory.
 HOST_CACHE_SHARE = 0.5
 
 
 def default_kv_cache_memory(free_bytes: int) -> int:
-    """Budget of a cache in the host's memory when --kv-cache-memory is not given; ``free_bytes`` is what weights have left."""
+    """Budget of a cache in the host's memory when --kv-cache-memory is not given; ``free_bytes`` is what
+    weights have left."""
     return int(free_bytes * HOST_CACHE_SHARE)
 
 
 def effective_max_model_len(config: Gemma3Config, plan: KVCachePlan, max_model_len: int | None) -> int:
     """The longest sequence: the least of the model's positions, the flag and what the global pool holds."""
-    return min(config.max_position_embeddings, plan.capacity_tokens, max_model_len or config.max_position_embeddings)
+    return min(
+        config.max_position_embeddings, plan.capacity_tokens, max_model_len or config.max_position_embeddings
+    )
 
 
 def requests_that_fit(spec: KVCacheSpec, plan: KVCachePlan, num_tokens: int, max_num_seqs: int) -> int:
-    """Sequences of so many tokens that run at once. The local pool always holds max_num_seqs, so the global one decides."""
+    """Sequences of so many tokens that run at once. The local pool always holds max_num_seqs, so the global
+    one decides."""
     blocks = spec.blocks(num_tokens - 1, 1).global_blocks
     if not spec.num_global_layers:
         return max_num_seqs
@@ -67,10 +72,15 @@ class PlanReport:
     def text(self) -> str:
         share = self.sequence_bytes[FIT_LENGTHS[-1]] / (FIT_LENGTHS[-1] * self.kv_bytes_per_token_all_layers)
         fits = ", ".join(f"{_short(length)}: {self._fit(length)}" for length in FIT_LENGTHS)
-        sizes = ", ".join(f"{_short(length)}: {format_bytes(self.sequence_bytes[length])}" for length in FIT_LENGTHS)
+        sizes = ", ".join(
+            f"{_short(length)}: {format_bytes(self.sequence_bytes[length])}" for length in FIT_LENGTHS
+        )
         lines = [
             ("model", f"{self.name} ({self.weight_format})"),
-            ("parameters", f"{self.parameters_tied:,} with the head tied to the embedding, {self.parameters_untied:,} untied"),
+            (
+                "parameters",
+                f"{self.parameters_tied:,} with the head tied to the embedding, {self.parameters_untied:,} untied",
+            ),
             ("", f"this model is {'tied' if self.tie_word_embeddings else 'untied'}"),
             ("layers", f"{self.layer_map} (L local, window {self.sliding_window:,}; G global)"),
             ("weights", f"{format_bytes(self.weight_bytes)} in {self.dtype}"),
@@ -80,7 +90,10 @@ class PlanReport:
                 f"{format_bytes(self.kv_bytes_per_token_global)} per token in {self.num_global_layers} global layers; "
                 f"{self.num_local_layers} local layers stop growing at their window",
             ),
-            ("", f"one request at {sizes} ({share:.0%} of keeping every token in every layer at {_short(FIT_LENGTHS[-1])})"),
+            (
+                "",
+                f"one request at {sizes} ({share:.0%} of keeping every token in every layer at {_short(FIT_LENGTHS[-1])})",
+            ),
             (
                 "global pool",
                 f"{format_bytes(self.global_bytes)}, {self.global_blocks:,} blocks of {self.block_size} tokens: "
@@ -94,10 +107,16 @@ class PlanReport:
 
     def _devices(self) -> list[tuple[str, str]]:
         size = self.tensor_parallel_size
-        return [("devices", f"{size} share the model; weights and cache are those of each")] if size > 1 else []
+        return (
+            [("devices", f"{size} share the model; weights and cache are those of each")] if size > 1 else []
+        )
 
     def _fit(self, length: int) -> str:
-        return f"{self.requests_that_fit[length]}" if length <= self.max_model_len else "longer than max_model_len"
+        return (
+            f"{self.requests_that_fit[length]}"
+            if length <= self.max_model_len
+            else "longer than max_model_len"
+        )
 
 
 def make_report(
@@ -138,7 +157,9 @@ def make_report(
         max_model_len=effective_max_model_len(config, plan, max_model_len),
         max_num_seqs=max_num_seqs,
         sequence_bytes={length: spec.sequence_bytes(length) for length in FIT_LENGTHS},
-        requests_that_fit={length: requests_that_fit(spec, plan, length, max_num_seqs) for length in FIT_LENGTHS},
+        requests_that_fit={
+            length: requests_that_fit(spec, plan, length, max_num_seqs) for length in FIT_LENGTHS
+        },
         tensor_parallel_size=tensor_parallel_size,
     )
 

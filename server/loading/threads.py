@@ -1,7 +1,8 @@
-"""How computing threads behave beside the event loop, set before torch loads its OpenMP runtime. Imports no torch.
+"""How computing threads behave beside the event loop, set before torch loads its OpenMP runtime. Imports no
+torch.
 
-Threads that wait for work sleep: spinning ones would take the cores from HTTP, and on a busy machine from each other. Whatever
-the user's environment says comes first.
+Threads that wait for work sleep: spinning ones would take the cores from HTTP, and on a busy machine from
+each other. Whatever the user's environment says comes first.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""Whether requests are traced. OpenTelemetry is imported only when it is switched on: by ``--otlp-endpoint``, or by the variables
-that OpenTelemetry defines."""
+"""Whether requests are traced. OpenTelemetry is imported only when it is switched on: by ``--otlp-endpoint``,
+or by the variables that OpenTelemetry defines."""
 
 import importlib.util
 import logging
@@ -17,8 +17,8 @@ PROTOCOL = "http/protobuf"
 
 
 def load_tracer(settings: Settings, environ: Mapping[str, str] = os.environ) -> RequestTracer | None:
-    """None when tracing is off. What the variables ask for in vain is a warning, since they are often set for every program of a
-    cluster; a flag in vain is a ConfigError."""
+    """None when tracing is off. What the variables ask for in vain is a warning, since they are often set for
+    every program of a cluster; a flag in vain is a ConfigError."""
     variable = next((name for name in ENDPOINT_VARIABLES if environ.get(name)), None)
     if settings.otlp_endpoint is None and (variable is None or _is_disabled(environ)):
         return None
@@ -40,7 +40,9 @@ def _is_disabled(environ: Mapping[str, str]) -> bool:
 
 
 def _obstacle(environ: Mapping[str, str]) -> str | None:
-    name = next((name for name in PROTOCOL_VARIABLES if environ.get(name)), None)  # that of traces comes first
+    name = next(
+        (name for name in PROTOCOL_VARIABLES if environ.get(name)), None
+    )  # that of traces comes first
     if name is not None and environ[name] != PROTOCOL:
         return f"{name}={environ[name]} is not supported; use {PROTOCOL} and the collector's port for it, 4318 by default"
     for module in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):

@@ -1,5 +1,5 @@
-"""The log on standard error: as text, coloured on a terminal alone, or as one JSON object per line. Prompts and answers are never
-logged."""
+"""The log on standard error: as text, coloured on a terminal alone, or as one JSON object per line. Prompts
+and answers are never logged."""
 
 import json
 import logging
@@ -23,7 +23,8 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         seconds, fraction = divmod(record.created, 1)
         entry: dict[str, Any] = {
-            "timestamp": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{int(fraction * 1000):03d}Z",
+            "timestamp": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+            + f".{int(fraction * 1000):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -50,7 +51,9 @@ def is_colourful(stream: TextIO, environ: Mapping[str, str]) -> bool:
     return stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
-def make_formatter(log_format: str, stream: TextIO, environ: Mapping[str, str] = os.environ) -> logging.Formatter:
+def make_formatter(
+    log_format: str, stream: TextIO, environ: Mapping[str, str] = os.environ
+) -> logging.Formatter:
     if log_format == "json":
         return JsonFormatter()
     return ColourFormatter(_TEXT) if is_colourful(stream, environ) else logging.Formatter(_TEXT)

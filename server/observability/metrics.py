@@ -1,7 +1,9 @@
-"""Every metric of the server: names, labels and buckets in one place, in a registry of its own per application.
+"""Every metric of the server: names, labels and buckets in one place, in a registry of its own per
+application.
 
-Label values come from fixed sets, and their series exist from the start, so that the number of series never depends on what
-clients send. Numbers of the engine are read from its plain statistics when scraped (``server.observability.engine_metrics``).
+Label values come from fixed sets, and their series exist from the start, so that the number of series never
+depends on what clients send. Numbers of the engine are read from its plain statistics when scraped
+(``server.observability.engine_metrics``).
 """
 
 import platform
@@ -28,7 +30,8 @@ from server.settings.metric_buckets import GRAMMAR_COMPILATION, POWERS_OF_TWO, t
 from server.settings.settings import Settings
 from server.version import __version__
 
-# generate_latest writes this format; the library's own default content type announces one that mangles names with a colon.
+# generate_latest writes this format; the library's own default content type announces one that mangles names
+# with a colon.
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 ENDPOINTS: Final = {
@@ -100,37 +103,62 @@ class Metrics:
         token_gaps, phases = settings.inter_token_latency_buckets, settings.request_phase_buckets
         durations, sizes = settings.request_duration_buckets, token_buckets()
 
-        self.http_requests = counter("http_requests_total", "HTTP requests answered.", "method", "route", "status")
-        self.http_duration = histogram("http_request_duration_seconds", "Time to the end of the answer.", durations, "route")
+        self.http_requests = counter(
+            "http_requests_total", "HTTP requests answered.", "method", "route", "status"
+        )
+        self.http_duration = histogram(
+            "http_request_duration_seconds", "Time to the end of the answer.", durations, "route"
+        )
         self.http_in_flight = gauge("http_requests_in_flight", "HTTP requests being answered.", "route")
         self.streams_active = gauge("streams_active", "Event streams being sent.")
 
-        self.requests = counter("requests_total", "Generation requests by how they ended.", "endpoint", "stream", "outcome")
-        self.rejections = counter("request_rejections_total", "Generation requests refused.", "endpoint", "reason")
+        self.requests = counter(
+            "requests_total", "Generation requests by how they ended.", "endpoint", "stream", "outcome"
+        )
+        self.rejections = counter(
+            "request_rejections_total", "Generation requests refused.", "endpoint", "reason"
+        )
         self.choices = counter("choices_total", "Choices finished.", "finish_reason")
-        self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens of all sequences that started to generate.")
-        self.prompt_tokens_cached = counter("prompt_tokens_cached_total", "Prompt tokens served from the prefix cache.")
+        self.prompt_tokens = counter(
+            "prompt_tokens_total", "Prompt tokens of all sequences that started to generate."
+        )
+        self.prompt_tokens_cached = counter(
+            "prompt_tokens_cached_total", "Prompt tokens served from the prefix cache."
+        )
         self.generation_tokens = counter("generation_tokens_total", "Tokens generated, as counted in usage.")
         self.request_prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request.", sizes)
-        self.request_generation_tokens = histogram("request_generation_tokens", "Tokens generated for a request.", sizes)
+        self.request_generation_tokens = histogram(
+            "request_generation_tokens", "Tokens generated for a request.", sizes
+        )
         self.request_max_tokens = histogram("request_max_tokens", "Effective max_tokens of a request.", sizes)
 
         self.time_to_first_token = histogram(
-            "time_to_first_token_seconds", "Arrival to first token.", settings.time_to_first_token_buckets, "stream"
+            "time_to_first_token_seconds",
+            "Arrival to first token.",
+            settings.time_to_first_token_buckets,
+            "stream",
         )
-        self.inter_token_latency = histogram("inter_token_latency_seconds", "Time between tokens of a choice.", token_gaps)
+        self.inter_token_latency = histogram(
+            "inter_token_latency_seconds", "Time between tokens of a choice.", token_gaps
+        )
         self.time_per_output_token = histogram(
-            "request_time_per_output_token_seconds", "Mean time per token of a choice after its first.", token_gaps
+            "request_time_per_output_token_seconds",
+            "Mean time per token of a choice after its first.",
+            token_gaps,
         )
         self.request_duration = histogram(
             "request_duration_seconds", "Arrival to the end of the request.", durations, "endpoint", "stream"
         )
-        self.queue_seconds = histogram("request_queue_seconds", "Arrival in the engine to first step.", phases)
+        self.queue_seconds = histogram(
+            "request_queue_seconds", "Arrival in the engine to first step.", phases
+        )
         self.prefill_seconds = histogram("request_prefill_seconds", "First step to first token.", phases)
         self.decode_seconds = histogram("request_decode_seconds", "First token to last token.", phases)
         self.inference_seconds = histogram("request_inference_seconds", "First step to last token.", phases)
 
-        self.step_duration = histogram("engine_step_duration_seconds", "Duration of a step.", token_gaps, "kind")
+        self.step_duration = histogram(
+            "engine_step_duration_seconds", "Duration of a step.", token_gaps, "kind"
+        )
         self.step_tokens = histogram("engine_step_tokens", "Tokens computed in a step.", POWERS_OF_TWO)
         self.step_sequences = histogram("engine_step_sequences", "Sequences in a step.", POWERS_OF_TWO)
         self.host_seconds = counter(
@@ -140,7 +168,9 @@ class Metrics:
         )
         self.detokenize_seconds = self.host_seconds.labels("detokenize")
         self.grammar_seconds = histogram(
-            "structured_output_compile_seconds", "Time to a compiled constraint, or to its refusal.", GRAMMAR_COMPILATION
+            "structured_output_compile_seconds",
+            "Time to a compiled constraint, or to its refusal.",
+            GRAMMAR_COMPILATION,
         )
         self.grammars = counter("structured_output_requests_total", "Requests with a constraint.", "kind")
 

@@ -1,5 +1,6 @@
-"""Traces of finished requests, as OpenTelemetry spans: the request, and in it its queue, prefill and decode. Spans are made when
-a request has ended, with the times that were measured anyway, and sent by a thread of the SDK. Imported only if tracing is on.
+"""Traces of finished requests, as OpenTelemetry spans: the request, and in it its queue, prefill and decode.
+Spans are made when a request has ended, with the times that were measured anyway, and sent by a thread of the
+SDK. Imported only if tracing is on.
 
 The SDK reads its own variables: sampler, resource attributes, headers, limits and batching.
 """

@@ -1,5 +1,5 @@
-"""The record of one generation request: when things happened and how it ended, written to the metrics, to one log line and, where
-tracing is on, to a trace.
+"""The record of one generation request: when things happened and how it ended, written to the metrics, to one
+log line and, where tracing is on, to a trace.
 
 Counted here, so that every number a client sees in ``usage`` is the number in the metrics.
 """
@@ -18,7 +18,12 @@ from server.observability.tracing import Attribute, Phase, RequestTrace, Request
 logger = logging.getLogger("gemserve.request")
 
 # What OpenTelemetry's conventions call the endpoints' work.
-OPERATIONS = {"completions": "text_completion", "chat_completions": "chat", "responses": "chat", "messages": "chat"}
+OPERATIONS = {
+    "completions": "text_completion",
+    "chat_completions": "chat",
+    "responses": "chat",
+    "messages": "chat",
+}
 
 
 class ChoiceRecord:
@@ -69,8 +74,9 @@ class ChoiceRecord:
 
 
 class PhaseTimes:
-    """The phases of a whole request: until the first of its choices ran, until the first token, until the last output. They
-    follow each other, so that their sum is the request's time in the engine, however many choices it has."""
+    """The phases of a whole request: until the first of its choices ran, until the first token, until the
+    last output. They follow each other, so that their sum is the request's time in the engine, however many
+    choices it has."""
 
     def __init__(self) -> None:
         self._arrival = self._first_scheduled = self._first_token = math.inf
@@ -78,7 +84,8 @@ class PhaseTimes:
         self._num_prefilled = self._num_decoded = 0
 
     def observe(self, timings: RequestTimings, now: float, num_prefilled: int, num_decoded: int) -> None:
-        """``num_prefilled`` tokens were computed before a sequence's first token, ``num_decoded`` drawn after it."""
+        """``num_prefilled`` tokens were computed before a sequence's first token, ``num_decoded`` drawn after
+        it."""
         assert timings.first_scheduled is not None
         assert timings.first_token is not None
         self._arrival = min(self._arrival, timings.arrival)
@@ -97,7 +104,9 @@ class PhaseTimes:
 
     def server_timing(self) -> str:
         """The value of a Server-Timing header, in milliseconds."""
-        return ", ".join(f"{phase.name};dur={1000 * (phase.ended - phase.began):.3f}" for phase in self.phases())
+        return ", ".join(
+            f"{phase.name};dur={1000 * (phase.ended - phase.began):.3f}" for phase in self.phases()
+        )
 
     def wire(self) -> dict[str, float | None]:
         """The object ``timings`` of an answer. A rate is null where nothing was computed."""
@@ -114,9 +123,9 @@ class PhaseTimes:
 
 
 class RequestRecord:
-    """``response_id`` stands in the body, ``request_id`` in the header; they differ where the client chose the latter.
-    ``response_id`` is None where a request was refused before it got one. ``carrier``: the headers that tell which trace the
-    request belongs to."""
+    """``response_id`` stands in the body, ``request_id`` in the header; they differ where the client chose
+    the latter. ``response_id`` is None where a request was refused before it got one. ``carrier``: the
+    headers that tell which trace the request belongs to."""
 
     def __init__(
         self,
@@ -237,7 +246,11 @@ class RequestRecord:
         if self._response_id is not None:
             attributes["gen_ai.response.id"] = self._response_id
         if self.finish_reasons:
-            attributes["gen_ai.response.finish_reasons"] = [reason for _, reason in sorted(self.finish_reasons.items())]
+            attributes["gen_ai.response.finish_reasons"] = [
+                reason for _, reason in sorted(self.finish_reasons.items())
+            ]
         name = f"{operation} {attributes.get('gen_ai.request.model', '')}".rstrip()
         phases = self.phases.phases()
-        return self._tracer.record(RequestTrace(name, self._arrival, now, phases, attributes, self._carrier, error_type))
+        return self._tracer.record(
+            RequestTrace(name, self._arrival, now, phases, attributes, self._carrier, error_type)
+        )

@@ -1,4 +1,5 @@
-"""One line of statistics every few seconds while the engine has work, for those who watch the log and no dashboard."""
+"""One line of statistics every few seconds while the engine has work, for those who watch the log and no
+dashboard."""
 
 import logging
 import time

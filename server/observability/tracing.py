@@ -20,7 +20,8 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """A request that has ended. ``carrier``: the headers that say which trace it belongs to. Times are monotonic."""
+    """A request that has ended. ``carrier``: the headers that say which trace it belongs to. Times are
+    monotonic."""
 
     name: str
     began: float

@@ -1,8 +1,9 @@
-"""The names of vLLM for what /metrics has under names of its own: ``--metrics-compat vllm``. Routers, autoscalers, dashboards and
-benchmark tools that know vLLM then work without configuration.
+"""The names of vLLM for what /metrics has under names of its own: ``--metrics-compat vllm``. Routers,
+autoscalers, dashboards and benchmark tools that know vLLM then work without configuration.
 
 Rendered from the same objects, so that nothing is counted twice. One HTTP request counts as one in
-``vllm:request_success_total``, and buckets are those of this server. Nothing is shown until the model's name is known.
+``vllm:request_success_total``, and buckets are those of this server. Nothing is shown until the model's name
+is known.
 """
 
 from collections import defaultdict
@@ -71,14 +72,18 @@ class VllmCollector(Collector):
             "prefix_cache_hits": stats.prefix_hit_tokens_total,
         }
         for name, count in counters.items():
-            counter = CounterMetricFamily(f"vllm:{name}", "See the gemserve_ metric of this meaning.", labels=LABELS)
+            counter = CounterMetricFamily(
+                f"vllm:{name}", "See the gemserve_ metric of this meaning.", labels=LABELS
+            )
             counter.add_metric(values, count)
             yield counter
         yield self._successes(values)
         yield from self._histograms(values)
 
     def _successes(self, values: tuple[str, str]) -> Metric:
-        family = CounterMetricFamily("vllm:request_success", "Requests by how they ended.", labels=(*LABELS, "finished_reason"))
+        family = CounterMetricFamily(
+            "vllm:request_success", "Requests by how they ended.", labels=(*LABELS, "finished_reason")
+        )
         for reason, outcomes in FINISHED_REASONS.items():
             family.add_metric((*values, reason), total(self._metrics.requests, outcome=outcomes))
         return family

@@ -1,7 +1,8 @@
-"""Every setting of the server, described once: the fields of ``Settings`` generate the command line flags, the ``GEMSERVE_*``
-variables, the keys of the configuration file and the table in docs/settings.md. Flags win over variables, variables over the
-file, the file over the defaults. A wrong value is a SettingsError that names where it stands. Imports the standard library only,
-so that ``gemserve --help`` answers at once; ``python -m server.settings`` prints the table."""
+"""Every setting of the server, described once: the fields of ``Settings`` generate the command line flags,
+the ``GEMSERVE_*`` variables, the keys of the configuration file and the table in docs/settings.md. Flags win
+over variables, variables over the file, the file over the defaults. A wrong value is a SettingsError that
+names where it stands. Imports the standard library only, so that ``gemserve --help`` answers at once;
+``python -m server.settings`` prints the table."""
 
 import argparse
 import difflib
@@ -36,7 +37,8 @@ from server.settings.types import (
 PREFIX = "GEMSERVE_"
 CONFIG_VARIABLE = "GEMSERVE_CONFIG"
 DEFAULT_MAX_NUM_SEQS = 64
-# Kubernetes sets these for services named gemserve and gemserve-metrics; they are not settings and no reason for a warning.
+# Kubernetes sets these for services named gemserve and gemserve-metrics; they are not settings and no reason
+# for a warning.
 _SERVICE_LINK = re.compile(r"GEMSERVE_(METRICS_)?(SERVICE_|PORT_\d)")
 
 
@@ -56,13 +58,22 @@ class SettingDoc:
 
 
 def _setting(
-    default: object, convert: Converter, meaning: str, metavar: str, *, variable: str | None = None, shown: str | None = None
+    default: object,
+    convert: Converter,
+    meaning: str,
+    metavar: str,
+    *,
+    variable: str | None = None,
+    shown: str | None = None,
 ) -> Any:
-    """A dataclass field; ``shown`` describes a default that is worked out at start. Typed Any, like dataclasses.field itself."""
+    """A dataclass field; ``shown`` describes a default that is worked out at start. Typed Any, like
+    dataclasses.field itself."""
     return field(default=default, metadata={"doc": SettingDoc(meaning, convert, metavar, variable, shown)})
 
 
-def _choices(default: str, allowed: tuple[str, ...], meaning: str, refused: Mapping[str, str] | None = None) -> Any:
+def _choices(
+    default: str, allowed: tuple[str, ...], meaning: str, refused: Mapping[str, str] | None = None
+) -> Any:
     return _setting(default, choice(allowed, refused), meaning, "{" + ",".join(allowed) + "}")
 
 
@@ -71,12 +82,15 @@ def _switch(default: bool | None, meaning: str, *, shown: str | None = None) -> 
 
 
 def _buckets(default: tuple[float, ...], meaning: str) -> Any:
-    return _setting(default, ascending_numbers, meaning, "SECONDS", shown=" ".join(f"{edge:g}" for edge in default))
+    return _setting(
+        default, ascending_numbers, meaning, "SECONDS", shown=" ".join(f"{edge:g}" for edge in default)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Checked settings. Values given to the constructor are converted and checked like those of a flag; None is the default."""
+    """Checked settings. Values given to the constructor are converted and checked like those of a flag; None
+    is the default."""
 
     model: str | None = _setting(
         None,
@@ -88,10 +102,18 @@ class Settings:
     host: str = _setting("127.0.0.1", text, "Address to listen on.", "HOST")
     port: int = _setting(8000, integer(0, 65535), "Port to listen on; 0 takes a free one.", "PORT")
     served_model_name: tuple[str, ...] = _setting(
-        (), texts, "Names under which the model is served, the first in answers.", "NAME", shown="the model's own name"
+        (),
+        texts,
+        "Names under which the model is served, the first in answers.",
+        "NAME",
+        shown="the model's own name",
     )
     api_key: tuple[str, ...] = _setting(
-        (), texts, "Keys of which a request must bring one, as Bearer token or as X-Api-Key.", "KEY", shown="none"
+        (),
+        texts,
+        "Keys of which a request must bring one, as Bearer token or as X-Api-Key.",
+        "KEY",
+        shown="none",
     )
     api_key_file: Path | None = _setting(
         None,
@@ -122,12 +144,21 @@ class Settings:
         "output on GPUs; int4: 4 bits in groups of 32, times inputs of 8 bits, on CPUs; fp8: weights and their inputs, on GPUs "
         "(Ada, Hopper and later); auto: int8 on a CPU, but in --dtype where that is given; none on a GPU.",
     )
-    device: str = _choices("auto", ("auto", "cpu", "cuda"), "Where to compute. auto: a CUDA device when there is one.")
+    device: str = _choices(
+        "auto", ("auto", "cpu", "cuda"), "Where to compute. auto: a CUDA device when there is one."
+    )
     tensor_parallel_size: int = _setting(
-        1, integer(1, 1024), "Devices of this machine that share one model, each with a process of its own.", "N"
+        1,
+        integer(1, 1024),
+        "Devices of this machine that share one model, each with a process of its own.",
+        "N",
     )
     num_threads: int | None = _setting(
-        None, integer(1, 1024), "Threads that compute on the CPU, in each process.", "N", shown="the available cores"
+        None,
+        integer(1, 1024),
+        "Threads that compute on the CPU, in each process.",
+        "N",
+        shown="the available cores",
     )
     max_model_len: int | None = _setting(
         None,
@@ -136,24 +167,40 @@ class Settings:
         "TOKENS",
         shown="the model's, or what the cache holds",
     )
-    max_num_batched_tokens: int = _setting(512, integer(1), "Tokens computed in one step; longer prompts go in chunks.", "TOKENS")
+    max_num_batched_tokens: int = _setting(
+        512, integer(1), "Tokens computed in one step; longer prompts go in chunks.", "TOKENS"
+    )
     max_num_seqs: int = _setting(
-        None, integer(1), "Sequences that run at once.", "N", shown=f"{DEFAULT_MAX_NUM_SEQS}, or --max-num-batched-tokens if less"
+        None,
+        integer(1),
+        "Sequences that run at once.",
+        "N",
+        shown=f"{DEFAULT_MAX_NUM_SEQS}, or --max-num-batched-tokens if less",
     )
     max_queued_requests: int = _setting(
-        256, integer(0), "Sequences that may wait besides the --max-num-seqs that can run; more are refused. 0: no limit.", "N"
+        256,
+        integer(0),
+        "Sequences that may wait besides the --max-num-seqs that can run; more are refused. 0: no limit.",
+        "N",
     )
     max_queued_prompt_tokens: int = _setting(
-        1_048_576, integer(0), "Prompt tokens that may wait to be computed; more are refused. 0: no limit.", "TOKENS"
+        1_048_576,
+        integer(0),
+        "Prompt tokens that may wait to be computed; more are refused. 0: no limit.",
+        "TOKENS",
     )
-    overload_status: str = _choices("429", ("429", "503"), "Status of the refusal of what is beyond these two limits.")
+    overload_status: str = _choices(
+        "429", ("429", "503"), "Status of the refusal of what is beyond these two limits."
+    )
     scheduling_policy: str = _choices(
         "fcfs",
         ("fcfs", "priority"),
         "Which waiting requests start first. fcfs: in the order in which they came; priority: those of the lowest `priority`, "
         "and in that order among equals.",
     )
-    block_size: int = _setting(16, integer(1), "Tokens in one block of the cache; divides the sliding window.", "TOKENS")
+    block_size: int = _setting(
+        16, integer(1), "Tokens in one block of the cache; divides the sliding window.", "TOKENS"
+    )
     kv_cache_memory: int | None = _setting(
         None,
         parse_size,
@@ -179,10 +226,18 @@ class Settings:
         "token; not with --tensor-parallel-size.",
         shown="true on a CUDA device",
     )
-    prefix_caching: bool = _switch(True, "Reuse the cache of earlier requests that began with the same tokens.")
-    chat_template: Path | None = _setting(None, existing_file, "File with a Jinja chat template.", "FILE", shown="the model's")
-    strict_params: bool = _switch(False, "Refuse request fields that are not known, instead of ignoring them.")
-    strict_roles: bool = _switch(False, "Refuse chats whose roles do not alternate, instead of merging messages.")
+    prefix_caching: bool = _switch(
+        True, "Reuse the cache of earlier requests that began with the same tokens."
+    )
+    chat_template: Path | None = _setting(
+        None, existing_file, "File with a Jinja chat template.", "FILE", shown="the model's"
+    )
+    strict_params: bool = _switch(
+        False, "Refuse request fields that are not known, instead of ignoring them."
+    )
+    strict_roles: bool = _switch(
+        False, "Refuse chats whose roles do not alternate, instead of merging messages."
+    )
     strict_context: bool = _switch(False, "Refuse max_tokens beyond the room left, instead of lowering it.")
     cache_dir: Path | None = _setting(
         None,
@@ -193,7 +248,8 @@ class Settings:
         shown="~/.cache/gemserve",
     )
     weight_cache: bool = _switch(
-        True, "Keep the weights of models up to 4 GiB as they are packed for this processor, so that later starts are faster."
+        True,
+        "Keep the weights of models up to 4 GiB as they are packed for this processor, so that later starts are faster.",
     )
     max_connections: int = _setting(
         4096,
@@ -201,18 +257,35 @@ class Settings:
         "Connections that may be open; idle ones are closed for new ones, and more are refused. 0: no limit.",
         "N",
     )
-    keep_alive_timeout: int = _setting(75, integer(1), "Seconds that an idle connection stays open.", "SECONDS")
+    keep_alive_timeout: int = _setting(
+        75, integer(1), "Seconds that an idle connection stays open.", "SECONDS"
+    )
     read_timeout: float = _setting(
-        60.0, number(0), "Seconds that the head of a request, and then its body, may take to arrive. 0: no limit.", "SECONDS"
+        60.0,
+        number(0),
+        "Seconds that the head of a request, and then its body, may take to arrive. 0: no limit.",
+        "SECONDS",
     )
     step_timeout: float = _setting(
-        300.0, number(0), "Seconds after which a step of the model counts as hung and the server ends. 0: never.", "SECONDS"
+        300.0,
+        number(0),
+        "Seconds after which a step of the model counts as hung and the server ends. 0: never.",
+        "SECONDS",
     )
-    shutdown_timeout: float = _setting(30.0, number(0), "Seconds that running requests get to finish at shutdown.", "SECONDS")
-    log_level: str = _choices("info", ("debug", "info", "warning", "error", "critical"), "Least severe level that is logged.")
-    log_format: str = _choices("text", ("text", "json"), "Form of the log on standard error; json: one object per line.")
+    shutdown_timeout: float = _setting(
+        30.0, number(0), "Seconds that running requests get to finish at shutdown.", "SECONDS"
+    )
+    log_level: str = _choices(
+        "info", ("debug", "info", "warning", "error", "critical"), "Least severe level that is logged."
+    )
+    log_format: str = _choices(
+        "text", ("text", "json"), "Form of the log on standard error; json: one object per line."
+    )
     log_stats_interval: float = _setting(
-        10.0, number(0), "Seconds between two lines of statistics in the log while there is work. 0: none.", "SECONDS"
+        10.0,
+        number(0),
+        "Seconds between two lines of statistics in the log while there is work. 0: none.",
+        "SECONDS",
     )
     metrics_port: int | None = _setting(
         None,
@@ -222,19 +295,23 @@ class Settings:
         shown="/metrics on --port",
     )
     metrics_compat: str = _choices(
-        "none", ("none", "vllm"), "vllm: /metrics also has the names that vLLM uses, for routers, autoscalers and dashboards."
+        "none",
+        ("none", "vllm"),
+        "vllm: /metrics also has the names that vLLM uses, for routers, autoscalers and dashboards.",
     )
     time_to_first_token_buckets: tuple[float, ...] = _buckets(
         metric_buckets.TIME_TO_FIRST_TOKEN, "Upper edges of the histogram of the time to the first token."
     )
     inter_token_latency_buckets: tuple[float, ...] = _buckets(
-        metric_buckets.INTER_TOKEN_LATENCY, "Upper edges of the histograms of the time between tokens and of steps."
+        metric_buckets.INTER_TOKEN_LATENCY,
+        "Upper edges of the histograms of the time between tokens and of steps.",
     )
     request_duration_buckets: tuple[float, ...] = _buckets(
         metric_buckets.REQUEST_DURATION, "Upper edges of the histograms of whole requests."
     )
     request_phase_buckets: tuple[float, ...] = _buckets(
-        metric_buckets.REQUEST_PHASE, "Upper edges of the histograms of a request's time in the queue, in prefill and in decode."
+        metric_buckets.REQUEST_PHASE,
+        "Upper edges of the histograms of a request's time in the queue, in prefill and in decode.",
     )
     otlp_endpoint: str | None = _setting(
         None,
@@ -296,7 +373,9 @@ class Setting:
         if self.name == "model":
             add(self.name, metavar=self.doc.metavar, nargs="?", default=argparse.SUPPRESS, help=text_of_help)
         elif self.doc.convert is boolean:
-            add(self.flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text_of_help)
+            add(
+                self.flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text_of_help
+            )
         elif isinstance(self.default, tuple):
             options = {"nargs": "+", "action": "extend", "default": argparse.SUPPRESS}
             add(self.flag, metavar=self.doc.metavar, help=text_of_help, **options)
@@ -305,7 +384,8 @@ class Setting:
 
 
 SETTINGS: tuple[Setting, ...] = tuple(
-    Setting(item.name, item.default if item.default is not MISSING else None, item.metadata["doc"]) for item in fields(Settings)
+    Setting(item.name, item.default if item.default is not MISSING else None, item.metadata["doc"])
+    for item in fields(Settings)
 )
 
 
@@ -319,7 +399,8 @@ def add_arguments(parser: argparse.ArgumentParser, only: Iterable[str] | None = 
 
 
 def load_settings(flags: Mapping[str, object], environ: Mapping[str, str] | None = None) -> Settings:
-    """Settings from all sources. ``flags`` are the parsed arguments: settings that were given, by field name, and "config"."""
+    """Settings from all sources. ``flags`` are the parsed arguments: settings that were given, by field name,
+    and "config"."""
     environ = os.environ if environ is None else environ
     values: dict[str, object] = {}
     config = flags.get("config") or environ.get(CONFIG_VARIABLE)
@@ -360,7 +441,11 @@ def _read_config(file: Path) -> dict[str, object]:
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """A line about each GEMSERVE_* variable that no setting reads, for a warning at start."""
     known = {item.variable for item in SETTINGS} | {CONFIG_VARIABLE, COMMIT_VARIABLE, CPU_ISA_VARIABLE}
-    names = [name for name in environ if name.startswith(PREFIX) and name not in known and not _SERVICE_LINK.match(name)]
+    names = [
+        name
+        for name in environ
+        if name.startswith(PREFIX) and name not in known and not _SERVICE_LINK.match(name)
+    ]
     return [f"the variable {name} is not a setting{_closest(name, known)}" for name in sorted(names)]
 
 

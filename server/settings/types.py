@@ -1,5 +1,6 @@
-"""Converters for setting values: from the text of a flag or variable, or from a value of the configuration file, to the checked
-Python value. Each raises ValueError that says what was expected. Imports the standard library only."""
+"""Converters for setting values: from the text of a flag or variable, or from a value of the configuration
+file, to the checked Python value. Each raises ValueError that says what was expected. Imports the standard
+library only."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -15,7 +16,8 @@ _FALSE = frozenset({"0", "false", "no", "off"})
 
 
 def parse_size(value: object) -> int:
-    """Bytes from an integer or text such as "2GiB", "512MiB", "1.5g" (powers of 1024) or "2GB" (powers of 1000)."""
+    """Bytes from an integer or text such as "2GiB", "512MiB", "1.5g" (powers of 1024) or "2GB" (powers of
+    1000)."""
     if isinstance(value, int) and not isinstance(value, bool):
         number, unit = float(value), ""
     else:
@@ -73,7 +75,12 @@ def integer(minimum: int, maximum: int | None = None) -> Converter:
     def convert(value: object) -> int:
         if isinstance(value, str) and re.fullmatch(r"\s*-?\d{1,18}\s*", value):
             value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum or (maximum is not None and value > maximum):
+        if (
+            not isinstance(value, int)
+            or isinstance(value, bool)
+            or value < minimum
+            or (maximum is not None and value > maximum)
+        ):
             raise ValueError(f"expected an integer {limits}, got {value!r}")
         return value
 
@@ -83,7 +90,9 @@ def integer(minimum: int, maximum: int | None = None) -> Converter:
 def number(minimum: float) -> Converter:
     def convert(value: object) -> float:
         try:
-            result = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else None
+            result = (
+                float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else None
+            )
         except ValueError:
             result = None
         if result is None or not minimum <= result < float("inf"):
@@ -110,7 +119,9 @@ def ascending_numbers(value: object) -> tuple[float, ...]:
     if not isinstance(elements, (list, tuple)):
         raise ValueError(f"expected numbers separated by commas, got {value!r}")
     numbers = [
-        number(0)(part) for element in elements for part in (element.split(",") if isinstance(element, str) else [element])
+        number(0)(part)
+        for element in elements
+        for part in (element.split(",") if isinstance(element, str) else [element])
     ]
     result = tuple(part for part in numbers if isinstance(part, float))
     if not result or result[0] <= 0 or any(low >= high for low, high in pairwise(result)):

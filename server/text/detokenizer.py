@@ -1,7 +1,7 @@
-"""Token ids to text while they are being generated. What `push` and `flush` return, joined, is the decoded text of
-all ids (exactly that of the tokenizers library), cut at the first stop string, however the ids are split over calls.
-Held back is only what later tokens can still change: an open run of byte tokens, and the longest end of the text that
-is the beginning of a stop string."""
+"""Token ids to text while they are being generated. What `push` and `flush` return, joined, is the decoded
+text of all ids (exactly that of the tokenizers library), cut at the first stop string, however the ids are
+split over calls. Held back is only what later tokens can still change: an open run of byte tokens, and the
+longest end of the text that is the beginning of a stop string."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -20,7 +20,8 @@ class TokenTable(Protocol):
 
 
 class _StopMatcher:
-    """One stop string and how much of it the text ends with (Knuth, Morris, Pratt 1977): linear time in the text."""
+    """One stop string and how much of it the text ends with (Knuth, Morris, Pratt 1977): linear time in the
+    text."""
 
     __slots__ = ("_failure", "length", "matched", "text")
 
@@ -57,16 +58,16 @@ class _StopMatcher:
 class Detokenizer:
     """One generated sequence. Not for several threads at once.
 
-    stop: the match that ends first wins, of those that end together the first in the list. The text before a match is
-    returned even if it comes from the same token, nothing behind it is. include_stop: the stop string itself is
-    returned too.
-    min_tokens: a stop string that is complete within so many tokens does not count.
-    stopped: the stop string that matched, once one did; further ids are then ignored. It may also be found by `flush`.
-    consumed_tokens: how many ids were taken, up to and including the one that completed the stop string.
+    stop: the match that ends first wins, of those that end together the first in the list. The text before a
+    match is returned even if it comes from the same token, nothing behind it is. include_stop: the stop
+    string itself is returned too. min_tokens: a stop string that is complete within so many tokens does not
+    count. stopped: the stop string that matched, once one did; further ids are then ignored. It may also be
+    found by `flush`. consumed_tokens: how many ids were taken, up to and including the one that completed the
+    stop string.
 
     The published decoder turns a run of byte tokens into characters only if the whole run is valid UTF-8, and
-    otherwise every byte of it into one U+FFFD. So a run is shown when the first other token ends it. Skipped tokens
-    do not end a run.
+    otherwise every byte of it into one U+FFFD. So a run is shown when the first other token ends it. Skipped
+    tokens do not end a run.
     """
 
     def __init__(
@@ -116,7 +117,8 @@ class Detokenizer:
         return self._take(self._num_held())
 
     def flush(self) -> str:
-        """The tail, at the end of the generation: text that was held back, U+FFFD for bytes that never became a character."""
+        """The tail, at the end of the generation: text that was held back, U+FFFD for bytes that never became
+        a character."""
         if self._run:
             self._end_run()
         return self._take(0)

@@ -1,6 +1,6 @@
-"""How few tokens a text can possibly have, without encoding it: no token covers more characters than the longest one of the
-vocabulary has. True only where encoding neither drops nor joins characters, which is read off the tokenizer's parts; of a part
-that is not known here nothing is claimed."""
+"""How few tokens a text can possibly have, without encoding it: no token covers more characters than the
+longest one of the vocabulary has. True only where encoding neither drops nor joins characters, which is read
+off the tokenizer's parts; of a part that is not known here nothing is claimed."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -19,9 +19,12 @@ class PromptTooLongError(ValueError):
 
 
 def most_characters_per_token(
-    tokenizer: tokenizers.Tokenizer, added: Iterable[tokenizers.AddedToken], entries: Sequence[str | int | None]
+    tokenizer: tokenizers.Tokenizer,
+    added: Iterable[tokenizers.AddedToken],
+    entries: Sequence[str | int | None],
 ) -> int | None:
-    """None: not known. ``entries`` are the texts of all tokens, ``added`` those that are matched before the model's own."""
+    """None: not known. ``entries`` are the texts of all tokens, ``added`` those that are matched before the
+    model's own."""
     keeps_text = (
         _keeps_every_character(tokenizer)
         and _keeps(_state(tokenizer.normalizer), "normalizers", _normalizer_keeps)

@@ -1,7 +1,7 @@
-"""Text to token ids and back, for Gemma's tokenizer.json. Control tokens (`<bos>`, `<end_of_turn>`, `<unused5>`, ...)
-are never matched by the underlying tokenizer: `encode` finds their literals itself, `encode_plain` and message text
-leave them ordinary characters. Nothing is changed after construction, so any number of threads may use one Tokenizer
-at once. Every encoded prompt has exactly one BOS, at the front."""
+"""Text to token ids and back, for Gemma's tokenizer.json. Control tokens (`<bos>`, `<end_of_turn>`,
+`<unused5>`, ...) are never matched by the underlying tokenizer: `encode` finds their literals itself,
+`encode_plain` and message text leave them ordinary characters. Nothing is changed after construction, so any
+number of threads may use one Tokenizer at once. Every encoded prompt has exactly one BOS, at the front."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -16,16 +16,20 @@ from server.text.template.chat_template import ChatTemplate, ControlLiterals
 from server.text.template.conversation import ChatMessage
 
 # Tokens that the model reserves although tokenizer.json does not flag them as special: none of them is text.
-_RESERVED_LITERAL = re.compile(r"<unused\d+>|<mask>|\[multimodal\]|<(?:start|end)_of_image>|<image_soft_token>")
+_RESERVED_LITERAL = re.compile(
+    r"<unused\d+>|<mask>|\[multimodal\]|<(?:start|end)_of_image>|<image_soft_token>"
+)
 _SPACE_MARK = "\u2581"
 
 
 class TokenizerError(CheckpointError):
-    """A tokenizer file that is damaged, not understood, or does not fit the model. The text names the file."""
+    """A tokenizer file that is damaged, not understood, or does not fit the model. The text names the
+    file."""
 
 
 class Tokenizer:
-    """`num_tokens` is the model's vocabulary size. From `num_known_tokens` on no id has a token: a head may have more rows."""
+    """`num_tokens` is the model's vocabulary size. From `num_known_tokens` on no id has a token: a head may
+    have more rows."""
 
     def __init__(
         self,
@@ -37,12 +41,16 @@ class Tokenizer:
         chat_template: str | None = None,
         tokens: Sequence[str] | None = None,
     ) -> None:
-        """``tokens``: their texts by id, where they are at hand. Raises TokenizerError if the vocabulary does not fit,
-        ChatTemplateError if the template (None: built in) is broken."""
+        """``tokens``: their texts by id, where they are at hand. Raises TokenizerError if the vocabulary does
+        not fit, ChatTemplateError if the template (None: built in) is broken."""
         self.num_tokens = vocab_size
         self.bos_token_id = bos_token_id
         self.eos_token_ids = tuple(eos_token_ids)
-        added = {token_id: token for token_id, token in tokenizer.get_added_tokens_decoder().items() if token_id < vocab_size}
+        added = {
+            token_id: token
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if token_id < vocab_size
+        }
         control = {token_id: token.content for token_id, token in added.items() if _is_control(token)}
         self.control_token_ids = frozenset(control)
         self.skipped_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -52,9 +60,13 @@ class Tokenizer:
         self._plain = _without_control_tokens(tokenizer, added, self.control_token_ids)
         _drop_word_cache(self._plain)
         if self._plain.get_vocab_size() > vocab_size:
-            raise TokenizerError(f"it has {self._plain.get_vocab_size()} tokens, but the model has only {vocab_size}")
+            raise TokenizerError(
+                f"it has {self._plain.get_vocab_size()} tokens, but the model has only {vocab_size}"
+            )
         self._entries = self._build_entries(control, tokens)
-        self.num_known_tokens = next(token_id for token_id in range(vocab_size, 0, -1) if self._entries[token_id - 1] is not None)
+        self.num_known_tokens = next(
+            token_id for token_id in range(vocab_size, 0, -1) if self._entries[token_id - 1] is not None
+        )
         text_tokens = (token for token_id, token in added.items() if token_id not in control)
         self._most_characters = most_characters_per_token(self._plain, text_tokens, self._entries)
         self._leading_bos = re.compile(f"(?:{re.escape(self.token_text(bos_token_id))})*")
@@ -90,7 +102,8 @@ class Tokenizer:
 
     @property
     def uses_builtin_chat_template(self) -> bool:
-        """True when no template was given and the built-in one of Gemma 3 is used; to be announced at start."""
+        """True when no template was given and the built-in one of Gemma 3 is used; to be announced at
+        start."""
         return self._chat_template.is_builtin
 
     @property
@@ -103,7 +116,8 @@ class Tokenizer:
         return self._control_literals.get(literal)
 
     def encode(self, text: str, add_bos: bool = True) -> list[int]:
-        """Ids of a raw completion prompt. Literals of control tokens become these tokens; a leading BOS is not doubled.
+        """Ids of a raw completion prompt. Literals of control tokens become these tokens; a leading BOS is
+        not doubled.
 
         Without ``add_bos`` there are as many BOS as the text holds literals of it.
         """
@@ -125,7 +139,8 @@ class Tokenizer:
         """Ids of text that is only text: no BOS, and never a control token."""
         if not text:
             return []
-        # A batch of one: unlike encode() it lets other threads run, so a long prompt stalls neither the model nor the streams.
+        # A batch of one: unlike encode() it lets other threads run, so a long prompt stalls neither the model
+        # nor the streams.
         return self._plain.encode_batch_fast([_scalar_values(text)], add_special_tokens=False)[0].ids
 
     def encode_chat(
@@ -136,13 +151,15 @@ class Tokenizer:
         *,
         max_tokens: int | None = None,
     ) -> list[int]:
-        """Ids of the rendered chat, messages in the order of merge_messages. Raises ChatTemplateError, and PromptTooLongError
-        for what is certain to have more than ``max_tokens`` before it is encoded.
+        """Ids of the rendered chat, messages in the order of merge_messages. Raises ChatTemplateError, and
+        PromptTooLongError for what is certain to have more than ``max_tokens`` before it is encoded.
 
         ``continue_final_message`` leaves the last turn open and wants no generation prompt.
         """
         pieces = self._render_pieces(messages, add_generation_prompt, continue_final_message)
-        least = 1 + sum(1 if isinstance(piece, int) else self._least_num_tokens(len(piece)) for piece in pieces)
+        least = 1 + sum(
+            1 if isinstance(piece, int) else self._least_num_tokens(len(piece)) for piece in pieces
+        )
         if max_tokens is not None and least > max_tokens:
             raise PromptTooLongError(least)
         ids: list[int] = [self.bos_token_id]
@@ -154,7 +171,8 @@ class Tokenizer:
         return ids
 
     def render_chat(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True) -> str:
-        """The text of the prompt that encode_chat encodes. Encoding this text again would not be safe: see encode_chat."""
+        """The text of the prompt that encode_chat encodes. Encoding this text again would not be safe: see
+        encode_chat."""
         pieces = self._render_pieces(messages, add_generation_prompt)
         return self.token_text(self.bos_token_id) + "".join(
             self.token_text(piece) if isinstance(piece, int) else piece for piece in pieces
@@ -177,7 +195,8 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def entry(self, token_id: int) -> str | int | None:
-        """What a token is made of: text, one byte (as its value), or None if the tokenizer does not know the id."""
+        """What a token is made of: text, one byte (as its value), or None if the tokenizer does not know the
+        id."""
         return self._entries[token_id] if 0 <= token_id < len(self._entries) else None
 
     @property
@@ -212,7 +231,10 @@ class Tokenizer:
         return pieces
 
     def _render_pieces(
-        self, messages: Sequence[ChatMessage], add_generation_prompt: bool, continue_final_message: bool = False
+        self,
+        messages: Sequence[ChatMessage],
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
     ) -> list[str | int]:
         """Rendered chat as control ids and plain texts, every BOS left out."""
         clean = [
@@ -274,31 +296,39 @@ def _is_control(token: tokenizers.AddedToken) -> bool:
 
 
 def _drop_word_cache(tokenizer: tokenizers.Tokenizer) -> None:
-    """The library caches the ids of 10,000 words. Gemma's model splits nothing into words, so every text would be kept as one
-    and hardly ever be met again: kilobytes per request, for nothing."""
+    """The library caches the ids of 10,000 words. Gemma's model splits nothing into words, so every text
+    would be kept as one and hardly ever be met again: kilobytes per request, for nothing."""
     if isinstance(tokenizer.model, tokenizers.models.BPE):
         tokenizer.model._resize_cache(0)
 
 
 def _without_control_tokens(
-    tokenizer: tokenizers.Tokenizer, added: dict[int, tokenizers.AddedToken], control_token_ids: frozenset[int]
+    tokenizer: tokenizers.Tokenizer,
+    added: dict[int, tokenizers.AddedToken],
+    control_token_ids: frozenset[int],
 ) -> tokenizers.Tokenizer:
-    """A tokenizer on the same (shared, read-only) model that matches only the added tokens that are text, such as tabs."""
+    """A tokenizer on the same (shared, read-only) model that matches only the added tokens that are text,
+    such as tabs."""
     plain = tokenizers.Tokenizer(tokenizer.model)
     if tokenizer.normalizer is not None:
         plain.normalizer = tokenizer.normalizer
     if tokenizer.pre_tokenizer is not None:
         plain.pre_tokenizer = tokenizer.pre_tokenizer
-    text_tokens = {token_id: token for token_id, token in sorted(added.items()) if token_id not in control_token_ids}
+    text_tokens = {
+        token_id: token for token_id, token in sorted(added.items()) if token_id not in control_token_ids
+    }
     plain.add_tokens(list(text_tokens.values()))
     for token_id, token in text_tokens.items():
         if plain.token_to_id(token.content) != token_id:
-            raise TokenizerError(f"added token {token.content!r} has id {token_id}, which is not its id in the vocabulary")
+            raise TokenizerError(
+                f"added token {token.content!r} has id {token_id}, which is not its id in the vocabulary"
+            )
     return plain
 
 
 def _literal_pattern(literals: Iterable[str]) -> re.Pattern[str]:
-    """Matches every literal, and literals with another number: thousands of numbered tokens make one alternative."""
+    """Matches every literal, and literals with another number: thousands of numbered tokens make one
+    alternative."""
     shapes = {re.sub(r"\d+", r"\\d+", re.escape(literal)) for literal in literals}
     # The longest first: where one literal begins another, the longer one is meant.
     return re.compile("|".join(sorted(shapes, key=len, reverse=True)) or r"(?!)")

@@ -1,5 +1,6 @@
-"""What the manifests say about the server, held against the server itself: flags, variables, probes, ports, metrics, drain times
-and the restricted profile. Each check raises AssertionError; the tests show that it does for names that the code lacks."""
+"""What the manifests say about the server, held against the server itself: flags, variables, probes, ports,
+metrics, drain times and the restricted profile. Each check raises AssertionError; the tests show that it does
+for names that the code lacks."""
 
 import ast
 import re
@@ -43,7 +44,9 @@ def pods(manifests: list[Manifest]) -> Iterator[Pod]:
             case "Deployment":
                 yield Pod(name, spec["template"]["spec"], serves=name == "gemserve")
             case "InferenceService":  # KServe merges the predictor over the runtime
-                yield Pod(name, runtimes[spec["predictor"]["model"]["runtime"]] | spec["predictor"], serves=True)
+                yield Pod(
+                    name, runtimes[spec["predictor"]["model"]["runtime"]] | spec["predictor"], serves=True
+                )
             case "RayService":
                 cluster = spec["rayClusterConfig"]
                 for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
@@ -56,17 +59,24 @@ def ray_arguments(manifests: list[Manifest]) -> Iterator[RayArguments]:
             for application in yaml.safe_load(manifest["spec"]["serveConfigV2"])["applications"]:
                 module, _, name = application["import_path"].partition(":")
                 source = ROOT / (module.replace(".", "/") + ".py")
-                functions = {node.name for node in ast.parse(source.read_text(encoding="utf-8")).body if hasattr(node, "name")}
+                functions = {
+                    node.name
+                    for node in ast.parse(source.read_text(encoding="utf-8")).body
+                    if hasattr(node, "name")
+                }
                 assert name in functions, f"{source} has no {name}"
                 yield RayArguments.from_mapping(application["args"])
 
 
 def served_settings(pod: Pod) -> Settings:
-    """What the server would make of the container's arguments. An unknown flag ends the parser with SystemExit."""
+    """What the server would make of the container's arguments. An unknown flag ends the parser with
+    SystemExit."""
     try:
         return settings_of(build_parser().parse_args(pod.containers[0]["args"]))
     except SystemExit:
-        raise AssertionError(f"{pod.name}: the command line does not take {pod.containers[0]['args']}") from None
+        raise AssertionError(
+            f"{pod.name}: the command line does not take {pod.containers[0]['args']}"
+        ) from None
 
 
 def check_flags(manifests: list[Manifest]) -> None:
@@ -90,7 +100,9 @@ def check_ports_and_probes(manifests: list[Manifest], paths: set[str]) -> None:
         assert named["http"] == port, f"{pod.name}: the server listens on {port}"
         for probe, expected in (("startup", "live"), ("liveness", "live"), ("readiness", "ready")):
             request = container[f"{probe}Probe"]["httpGet"]
-            assert named.get(request["port"], request["port"]) == port, f"{pod.name}: {probe} asks another port"
+            assert named.get(request["port"], request["port"]) == port, (
+                f"{pod.name}: {probe} asks another port"
+            )
             assert request["path"] in paths, f"{pod.name}: the server has no {request['path']}"
             assert request["path"].endswith(expected), f"{pod.name}: {probe} asks {request['path']}"
     for manifest in manifests:
@@ -115,7 +127,9 @@ def check_drain(manifests: list[Manifest]) -> None:
         if pod.serves:
             pause = pod.containers[0]["lifecycle"]["preStop"]["sleep"]["seconds"]
             drain = pause + served_settings(pod).shutdown_timeout + LAST_EVENTS_SECONDS
-            assert pod.spec["terminationGracePeriodSeconds"] > drain, f"{pod.name} is killed before its {drain:g} s are over"
+            assert pod.spec["terminationGracePeriodSeconds"] > drain, (
+                f"{pod.name} is killed before its {drain:g} s are over"
+            )
     for arguments in ray_arguments(manifests):
         for pod in pods(manifests):
             assert pod.spec["terminationGracePeriodSeconds"] > arguments.graceful_shutdown_seconds, pod.name
@@ -129,7 +143,9 @@ def check_restricted(manifests: list[Manifest]) -> None:
         assert security["seccompProfile"] == {"type": "RuntimeDefault"}, pod.name
         assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod.spec), pod.name
         kinds = {kind for volume in pod.spec.get("volumes", []) for kind in volume if kind != "name"}
-        assert kinds <= {"configMap", "emptyDir", "persistentVolumeClaim", "secret", "projected"}, f"{pod.name}: {kinds}"
+        assert kinds <= {"configMap", "emptyDir", "persistentVolumeClaim", "secret", "projected"}, (
+            f"{pod.name}: {kinds}"
+        )
         for container in pod.containers:
             own = container["securityContext"]
             assert own["allowPrivilegeEscalation"] is False, pod.name
@@ -139,4 +155,6 @@ def check_restricted(manifests: list[Manifest]) -> None:
             assert {"requests", "limits"} <= set(container["resources"]), pod.name
         if pod.containers[0]["image"].partition(":")[0] in IMAGES:
             assert security["runAsUser"] == security["fsGroup"] == USER_ID, pod.name
-            assert pod.spec["enableServiceLinks"] is False, f"{pod.name}: GEMSERVE_PORT would be the service's address"
+            assert pod.spec["enableServiceLinks"] is False, (
+                f"{pod.name}: GEMSERVE_PORT would be the service's address"
+            )

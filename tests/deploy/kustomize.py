@@ -1,5 +1,6 @@
-"""Renders the kustomizations of deploy/kubernetes: resources, components, a namespace, and patches that are deletions or lists of
-"add" operations, which is all that they use. Anything else is an error, so that nothing is silently left out."""
+"""Renders the kustomizations of deploy/kubernetes: resources, components, a namespace, and patches that are
+deletions or lists of "add" operations, which is all that they use. Anything else is an error, so that nothing
+is silently left out."""
 
 import copy
 from pathlib import Path
@@ -22,12 +23,18 @@ _WITHOUT_NAMESPACE = {"Namespace"}
 def render(folder: Path, components: tuple[Path, ...] = ()) -> list[Manifest]:
     """The manifests of a kustomization, with further ``components`` applied as if it listed them."""
     kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text(encoding="utf-8"))
-    assert set(kustomization) <= _KEYS, f"{folder.name}: the renderer does not know {set(kustomization) - _KEYS}"
+    assert set(kustomization) <= _KEYS, (
+        f"{folder.name}: the renderer does not know {set(kustomization) - _KEYS}"
+    )
     manifests: list[Manifest] = []
     for name in kustomization.get("resources", []):
         path = (folder / name).resolve()
-        assert path.is_dir() or path.parent == folder.resolve(), f"kustomize reads no file outside {folder}: {name}"
-        manifests += render(path) if path.is_dir() else list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+        assert path.is_dir() or path.parent == folder.resolve(), (
+            f"kustomize reads no file outside {folder}: {name}"
+        )
+        manifests += (
+            render(path) if path.is_dir() else list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+        )
     names = [(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests]
     assert len(names) == len(set(names)), f"{folder.name}: a resource is there twice: {names}"
     for component in [*(folder / name for name in kustomization.get("components", [])), *components]:
@@ -45,7 +52,9 @@ def _patched(manifests: list[Manifest], patches: list[Manifest]) -> list[Manifes
     for patch in patches:
         assert set(patch) == {"target", "patch"}, patch
         target, change = patch["target"], yaml.safe_load(patch["patch"])
-        found = [m for m in manifests if (m["kind"], m["metadata"]["name"]) == (target["kind"], target["name"])]
+        found = [
+            m for m in manifests if (m["kind"], m["metadata"]["name"]) == (target["kind"], target["name"])
+        ]
         assert len(found) == 1, f"a patch's target is not there: {target}"
         if isinstance(change, list):
             for operation in change:

@@ -50,7 +50,9 @@ def filled_in(expression: str, interval: str) -> str:
 
 
 def rules() -> list[dict[str, Any]]:
-    groups = [group for file in RULE_FILES for group in yaml.safe_load(file.read_text(encoding="utf-8"))["groups"]]
+    groups = [
+        group for file in RULE_FILES for group in yaml.safe_load(file.read_text(encoding="utf-8"))["groups"]
+    ]
     return [rule for group in groups for rule in group["rules"]]
 
 

@@ -47,7 +47,11 @@ class Replica:
         total = 0.0
         for line in self.client.get(f"{self.url}/metrics").text.splitlines():
             match = _SAMPLE.fullmatch(line)
-            if match and match[1] == name and labels.items() <= dict(re.findall(r'(\w+)="([^"]*)"', match[2] or "")).items():
+            if (
+                match
+                and match[1] == name
+                and labels.items() <= dict(re.findall(r'(\w+)="([^"]*)"', match[2] or "")).items()
+            ):
                 total += float(match[3])
         return total
 
@@ -62,7 +66,19 @@ class Replica:
 @contextlib.contextmanager
 def replicas(folder: Path, model: Path, count: int, *flags: str) -> Iterator[list[Replica]]:
     """Ready replicas. Those that still run at the end must end with 0 after SIGTERM."""
-    command = [sys.executable, "-m", "server", "serve", str(model), "--port", "0", "--dtype", "float32", "--num-threads", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "server",
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--dtype",
+        "float32",
+        "--num-threads",
+        "1",
+    ]
     with contextlib.ExitStack() as stack:
         started = []
         for index in range(count):

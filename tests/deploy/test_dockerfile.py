@@ -1,5 +1,5 @@
-"""The Dockerfile against the code: what it names exists, and what the manifests expect of the image is in it. ``python -m
-tests.image`` builds and runs it."""
+"""The Dockerfile against the code: what it names exists, and what the manifests expect of the image is in it.
+``python -m tests.image`` builds and runs it."""
 
 import re
 import shutil
@@ -43,14 +43,28 @@ def test_port_user_and_mounts() -> None:
 
 def test_torch_is_a_layer_of_its_own() -> None:
     layers = [line for line in FINAL if line.startswith("COPY --from=build ")]
-    assert layers == ["COPY --from=build /opt/torch /opt/torch", "COPY --from=build /opt/gemserve /opt/gemserve"]
-    pinned = re.findall(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert layers == [
+        "COPY --from=build /opt/torch /opt/torch",
+        "COPY --from=build /opt/gemserve /opt/gemserve",
+    ]
+    pinned = re.findall(
+        r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert len(pinned) == 1, "the Dockerfile reads torch's version from its one line"
 
 
 def test_copied_files_exist_and_reach_the_build() -> None:
-    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line.startswith("!")}
-    sources = {source for line in LINES if line.startswith("COPY ") and "--from" not in line for source in line.split()[1:-1]}
+    allowed = {
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+        if line.startswith("!")
+    }
+    sources = {
+        source
+        for line in LINES
+        if line.startswith("COPY ") and "--from" not in line
+        for source in line.split()[1:-1]
+    }
     assert sources == allowed
     assert all((ROOT / source).exists() for source in sources)
 
@@ -65,5 +79,7 @@ def test_hadolint_finds_nothing() -> None:
     hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent))
     if hadolint is None:
         pytest.skip("no hadolint for this machine")
-    done = subprocess.run([hadolint, "Dockerfile"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [hadolint, "Dockerfile"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stdout

@@ -23,7 +23,12 @@ VERSIONS = ("1.32", "1.37")
 CUSTOM = {
     ("monitoring.coreos.com/v1", "PodMonitor"): {"selector", "podMetricsEndpoints"},
     ("monitoring.coreos.com/v1", "PrometheusRule"): {"groups"},
-    ("keda.sh/v1alpha1", "ScaledObject"): {"scaleTargetRef", "triggers", "minReplicaCount", "maxReplicaCount"},
+    ("keda.sh/v1alpha1", "ScaledObject"): {
+        "scaleTargetRef",
+        "triggers",
+        "minReplicaCount",
+        "maxReplicaCount",
+    },
     ("inference.networking.k8s.io/v1", "InferencePool"): {"selector", "targetPorts", "endpointPickerRef"},
     ("gateway.networking.k8s.io/v1", "HTTPRoute"): {"parentRefs", "rules"},
     ("serving.kserve.io/v1alpha1", "ServingRuntime"): {"supportedModelFormats", "containers"},
@@ -122,7 +127,9 @@ def test_the_prometheus_rule_says_what_the_rule_files_say() -> None:
     assert written == resource(), "make docs writes it"
     folder = KUBERNETES.parent / "prometheus"
     loaded = [yaml.safe_load((folder / name).read_text(encoding="utf-8"))["groups"] for name in FILES]
-    assert named(render(BASE), "PrometheusRule")["spec"]["groups"] == [group for groups in loaded for group in groups]
+    assert named(render(BASE), "PrometheusRule")["spec"]["groups"] == [
+        group for groups in loaded for group in groups
+    ]
 
 
 def test_selectors_find_the_pods(manifests: list[Manifest]) -> None:
@@ -136,11 +143,15 @@ def test_selectors_find_the_pods(manifests: list[Manifest]) -> None:
                 template_labels.append(manifest["spec"]["predictor"]["labels"])
             case "RayService":
                 groups = manifest["spec"]["rayClusterConfig"]["workerGroupSpecs"]
-                template_labels += [g["template"]["metadata"]["labels"] | {"ray.io/is-ray-node": "yes"} for g in groups]
+                template_labels += [
+                    g["template"]["metadata"]["labels"] | {"ray.io/is-ray-node": "yes"} for g in groups
+                ]
     for kind in ("PodDisruptionBudget", "PodMonitor", "NetworkPolicy", "InferencePool"):
         for manifest in (m for m in manifests if m["kind"] == kind):
             selector = manifest["spec"].get("selector") or manifest["spec"]["podSelector"]
-            assert any(selector["matchLabels"].items() <= labels.items() for labels in template_labels), manifest
+            assert any(selector["matchLabels"].items() <= labels.items() for labels in template_labels), (
+                manifest
+            )
 
 
 def test_the_models_claim_is_read_only_everywhere(manifests: list[Manifest]) -> None:
@@ -172,8 +183,12 @@ def test_the_api_key_reaches_the_server_and_the_monitoring() -> None:
             kubernetes_validate.validate(manifest, VERSIONS[-1], strict=True)
     checks.check_flags(manifests)
     container = named(manifests, "Deployment")["spec"]["template"]["spec"]["containers"][0]
-    secret = next(entry for entry in container["env"] if entry["name"] == "GEMSERVE_API_KEY")["valueFrom"]["secretKeyRef"]
-    monitored = named(manifests, "PodMonitor")["spec"]["podMetricsEndpoints"][0]["authorization"]["credentials"]
+    secret = next(entry for entry in container["env"] if entry["name"] == "GEMSERVE_API_KEY")["valueFrom"][
+        "secretKeyRef"
+    ]
+    monitored = named(manifests, "PodMonitor")["spec"]["podMetricsEndpoints"][0]["authorization"][
+        "credentials"
+    ]
     assert secret == monitored
 
 
@@ -200,7 +215,9 @@ class TestRenames:
         loaded: list[Any] = list(yaml.safe_load_all(text.replace(old, new)))
         return loaded
 
-    @pytest.mark.parametrize("flag", ["--shutdown-timeout", "--served-model-name", "--kv-cache-memory", "--max-queued-requests"])
+    @pytest.mark.parametrize(
+        "flag", ["--shutdown-timeout", "--served-model-name", "--kv-cache-memory", "--max-queued-requests"]
+    )
     def test_flag(self, flag: str) -> None:
         with pytest.raises(AssertionError, match="does not take"):
             checks.check_flags(self.changed(flag, flag + "-x"))
@@ -224,7 +241,9 @@ class TestRenames:
 
     def test_drain(self) -> None:
         with pytest.raises(AssertionError, match="is killed before"):
-            checks.check_drain(self.changed("terminationGracePeriodSeconds: 150", "terminationGracePeriodSeconds: 132"))
+            checks.check_drain(
+                self.changed("terminationGracePeriodSeconds: 150", "terminationGracePeriodSeconds: 132")
+            )
 
     def test_ray_argument(self) -> None:
         rayservice = KUBERNETES / "overlays" / "rayservice"

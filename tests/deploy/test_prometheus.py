@@ -1,6 +1,6 @@
-"""promtool over metrics, configuration, rules and their tests, and a real Prometheus that scrapes a server with the tiny model:
-every expression of the dashboard and of the rules is evaluated. ``make prometheus-test`` brings the programs; where they are
-missing the tests are skipped, unless GEMSERVE_NEEDS_PROMETHEUS is set."""
+"""promtool over metrics, configuration, rules and their tests, and a real Prometheus that scrapes a server
+with the tiny model: every expression of the dashboard and of the rules is evaluated. ``make prometheus-test``
+brings the programs; where they are missing the tests are skipped, unless GEMSERVE_NEEDS_PROMETHEUS is set."""
 
 import contextlib
 import os
@@ -23,7 +23,12 @@ from tests.tiny import write_tiny_folder
 
 NEEDED = bool(os.environ.get("GEMSERVE_NEEDS_PROMETHEUS"))
 # Expressions that have no value on a healthy server that does not speculate; all others must have one.
-EMPTY = {"Acceptance rate", "Mean accepted length", "Acceptance by position", "Time since the last step of a busy engine"}
+EMPTY = {
+    "Acceptance rate",
+    "Mean accepted length",
+    "Acceptance by position",
+    "Time since the last step of a busy engine",
+}
 
 
 def program(name: str) -> str:
@@ -36,7 +41,12 @@ def program(name: str) -> str:
 
 def promtool(*arguments: str, text: str | None = None) -> None:
     done = subprocess.run(
-        [program("promtool"), *arguments], cwd=files.PROMETHEUS, input=text, capture_output=True, text=True, timeout=60
+        [program("promtool"), *arguments],
+        cwd=files.PROMETHEUS,
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -100,7 +110,10 @@ def prometheus(folder: Path, target: int) -> Iterator[Prometheus]:
         f"--web.listen-address={address}",
         "--log.level=warn",
     ]
-    with (folder / "log").open("wb") as log, subprocess.Popen(command, cwd=folder, stdout=log, stderr=log) as process:
+    with (
+        (folder / "log").open("wb") as log,
+        subprocess.Popen(command, cwd=folder, stdout=log, stderr=log) as process,
+    ):
         found = Prometheus(f"http://{address}")
         try:
             wait_for(lambda: found.is_up() or process.poll() is not None)
@@ -133,17 +146,27 @@ def scraped(tiny: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> Itera
     with prometheus(tmp_path_factory.mktemp("prometheus"), tiny.port) as found:
         wait_for(lambda: found.query("gemserve_ready == 1"))
         for _ in range(2):
-            for body in ({}, {"stream": True}, {"structured_outputs": {"choice": ["ab", "abc"]}}, {"max_tokens": -1}):
+            for body in (
+                {},
+                {"stream": True},
+                {"structured_outputs": {"choice": ["ab", "abc"]}},
+                {"max_tokens": -1},
+            ):
                 tiny.post("/v1/completions", {"prompt": "The capital of France is", "max_tokens": 4, **body})
             tiny.chat(messages=[{"role": "user", "content": "a"}], max_tokens=4)
             done = time.time()
             wait_for(lambda done=done: found.last_scrape() > done)
-        wait_for(lambda: found.query("gemserve:ttft:p95_5m") and found.query("gemserve:prefix_cache:hit_ratio_5m"))
+        wait_for(
+            lambda: found.query("gemserve:ttft:p95_5m") and found.query("gemserve:prefix_cache:hit_ratio_5m")
+        )
         yield found
 
 
 def test_every_panel_has_data_on_a_live_scrape(scraped: Prometheus) -> None:
-    results = [(title, scraped.query(files.filled_in(expression, "1m"))) for title, expression in files.panel_expressions()]
+    results = [
+        (title, scraped.query(files.filled_in(expression, "1m")))
+        for title, expression in files.panel_expressions()
+    ]
     empty = {title for title, result in results if not result}
     assert empty <= EMPTY
     assert len(results) > 50

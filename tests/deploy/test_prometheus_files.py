@@ -1,4 +1,5 @@
-"""Rules, alerts and dashboard fit the server: every metric, label and rule that they name exists. Needs no Prometheus."""
+"""Rules, alerts and dashboard fit the server: every metric, label and rule that they name exists. Needs no
+Prometheus."""
 
 import re
 
@@ -10,7 +11,9 @@ from tests.deploy import prometheus_files as files
 from tests.http.live_server import LiveServer, live_server
 
 EXPRESSIONS = [*files.panel_expressions(), *files.rule_expressions()]
-every_expression = pytest.mark.parametrize(("name", "expression"), EXPRESSIONS, ids=[name for name, _ in EXPRESSIONS])
+every_expression = pytest.mark.parametrize(
+    ("name", "expression"), EXPRESSIONS, ids=[name for name, _ in EXPRESSIONS]
+)
 # What Prometheus adds to every series.
 TARGET_LABELS = {"namespace", "job", "instance", "le"}
 
@@ -112,7 +115,10 @@ def test_the_dashboard_works_with_any_data_source_and_any_server() -> None:
         for target in panel.get("targets", ()):
             assert target["datasource"]["uid"] == "${datasource}"
             for metric in files.named_metrics(target["expr"]):
-                assert re.search(rf'{metric}\{{namespace=~"\$namespace",job=~"\$job",instance=~"\$instance"', target["expr"])
+                assert re.search(
+                    rf'{metric}\{{namespace=~"\$namespace",job=~"\$job",instance=~"\$instance"',
+                    target["expr"],
+                )
 
 
 def test_the_example_configuration_scrapes_a_server_and_loads_the_rules() -> None:

@@ -10,13 +10,17 @@ def test_a_replica_computes_with_the_cores_it_is_given() -> None:
     arguments = RayArguments.from_mapping({"num_cpus": 4, "settings": {"model": "m"}})
     assert arguments.settings.num_threads == 4
     assert arguments.num_gpus == 0
-    assert RayArguments.from_mapping({"num_cpus": 4, "settings": {"num_threads": 2}}).settings.num_threads == 2
+    assert (
+        RayArguments.from_mapping({"num_cpus": 4, "settings": {"num_threads": 2}}).settings.num_threads == 2
+    )
 
 
 def test_gpus_are_those_of_the_tensor_parallel_group() -> None:
     assert RayArguments.from_mapping({"settings": {"device": "cuda"}}).num_gpus == 1
     assert RayArguments.from_mapping({"settings": {"device": "auto"}}).num_gpus == 0
-    shared = RayArguments.from_mapping({"num_cpus": 8, "settings": {"device": "cuda", "tensor_parallel_size": 4}})
+    shared = RayArguments.from_mapping(
+        {"num_cpus": 8, "settings": {"device": "cuda", "tensor_parallel_size": 4}}
+    )
     assert shared.num_gpus == 4
     assert shared.settings.num_threads == 2, "each of the four processes has its share of the cores"
 

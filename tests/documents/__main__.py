@@ -1,5 +1,6 @@
-"""``python -m tests.documents --documents 1000``: have so many written, print a line per schema, exit with 1 when one that is
-complete is not valid. Serves the demo model itself unless told of a server or another model."""
+"""``python -m tests.documents --documents 1000``: have so many written, print a line per schema, exit with 1
+when one that is complete is not valid. Serves the demo model itself unless told of a server or another
+model."""
 
 import argparse
 import asyncio
@@ -17,7 +18,9 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, help="longest document")
     parser.add_argument("--seed", type=int, default=0, help="of the first document; each has the next one")
     parser.add_argument("--model", help="model to serve; default: the demo model")
-    parser.add_argument("--serve-arguments", default="", metavar="TEXT", help="more arguments for 'gemserve serve'")
+    parser.add_argument(
+        "--serve-arguments", default="", metavar="TEXT", help="more arguments for 'gemserve serve'"
+    )
     parser.add_argument("--url", help="a server that runs already")
     arguments = parser.parse_args()
     with contextlib.ExitStack() as stack:

@@ -1,5 +1,5 @@
-"""Documents that follow a schema, drawn at temperature 1 by many clients at once, and what becomes of them: each is complete, and
-then parses and validates, or was cut at the limit of its length."""
+"""Documents that follow a schema, drawn at temperature 1 by many clients at once, and what becomes of them:
+each is complete, and then parses and validates, or was cut at the limit of its length."""
 
 import asyncio
 import json
@@ -29,7 +29,13 @@ class Document:
 
     @property
     def outcome(self) -> str:
-        return "invalid" if self.fault is not None else "complete" if self.finish_reason == "stop" else self.finish_reason
+        return (
+            "invalid"
+            if self.fault is not None
+            else "complete"
+            if self.finish_reason == "stop"
+            else self.finish_reason
+        )
 
 
 @dataclass(slots=True)
@@ -58,8 +64,19 @@ class Summary:
 
 
 def _counted(counts: Counter[str]) -> str:
-    rest = [f"{count} {outcome}" for outcome, count in counts.items() if outcome not in ("complete", "length", "invalid")]
-    return ", ".join([f"{counts['complete']} complete", f"{counts['length']} length", f"{counts['invalid']} invalid", *rest])
+    rest = [
+        f"{count} {outcome}"
+        for outcome, count in counts.items()
+        if outcome not in ("complete", "length", "invalid")
+    ]
+    return ", ".join(
+        [
+            f"{counts['complete']} complete",
+            f"{counts['length']} length",
+            f"{counts['invalid']} invalid",
+            *rest,
+        ]
+    )
 
 
 async def run(
@@ -97,7 +114,10 @@ async def run(
 def _body(case: Case, seed: int, max_tokens: int, *, stream: bool) -> dict[str, Any]:
     return {
         "messages": [{"role": "user", "content": f"Describe {case.subject} in JSON."}],
-        "response_format": {"type": "json_schema", "json_schema": {"name": "document", "schema": case.schema}},
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "document", "schema": case.schema},
+        },
         "temperature": 1,
         "top_p": 1,
         "top_k": 0,
@@ -131,10 +151,12 @@ def _streamed(events: str) -> tuple[str, str, int]:
     return text, chunks[-1]["choices"][0]["finish_reason"], usage["completion_tokens"]
 
 
-# -- what is valid -------------------------------------------------------------------------------------------------------------
+# -- what is valid -------------------------------------------------------------------------------------------
 
 _FORMATS = jsonschema.FormatChecker(formats=["date", "uuid", "ipv4", "ipv6", "email"])
-_TIME = re.compile(r"([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)", re.IGNORECASE | re.ASCII)
+_TIME = re.compile(
+    r"([01]\d|2[0-3]):[0-5]\d:([0-5]\d|60)(\.\d+)?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)", re.IGNORECASE | re.ASCII
+)
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.IGNORECASE | re.ASCII)
 
 
@@ -155,7 +177,9 @@ def _is_date_time(value: object) -> bool:
 @_FORMATS.checks("hostname")
 def _is_hostname(value: object) -> bool:
     """RFC 1123."""
-    return not isinstance(value, str) or (len(value) <= 253 and all(_LABEL.fullmatch(label) for label in value.split(".")))
+    return not isinstance(value, str) or (
+        len(value) <= 253 and all(_LABEL.fullmatch(label) for label in value.split("."))
+    )
 
 
 def fault_of(text: str, schema: dict[str, Any]) -> str | None:

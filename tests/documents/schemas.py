@@ -1,5 +1,6 @@
-"""Twenty schemas of the kinds that applications send, each with what the model is asked to write. Texts are short, so that most
-documents come to an end; some schemas leave length open, and their documents may be cut."""
+"""Twenty schemas of the kinds that applications send, each with what the model is asked to write. Texts are
+short, so that most documents come to an end; some schemas leave length open, and their documents may be
+cut."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,13 @@ Schema = dict[str, Any]
 
 def record(properties: Schema, optional: tuple[str, ...] = (), **more: Any) -> Schema:
     required = [name for name in properties if name not in optional]
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False, **more}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+        **more,
+    }
 
 
 def text(length: int) -> Schema:
@@ -29,12 +36,16 @@ def either(*branches: Schema) -> Schema:
 
 
 NULL: Schema = {"type": "null"}
-ADDRESS = record({"street": text(20), "city": text(12), "zip": {"type": "string", "pattern": "^[0-9]{5}(-[0-9]{4})?$"}})
+ADDRESS = record(
+    {"street": text(20), "city": text(12), "zip": {"type": "string", "pattern": "^[0-9]{5}(-[0-9]{4})?$"}}
+)
 TREE = record({"name": text(6), "children": {"type": "array", "items": reference("tree"), "maxItems": 2}})
 LIST = record({"value": number("integer", 0, 9), "next": either(reference("cell"), NULL)})
 EXPRESSION = either(
     number("integer", -99, 99),
-    record({"op": {"enum": ["+", "-", "*"]}, "left": reference("expression"), "right": reference("expression")}),
+    record(
+        {"op": {"enum": ["+", "-", "*"]}, "left": reference("expression"), "right": reference("expression")}
+    ),
 )
 
 
@@ -50,7 +61,13 @@ CASES: dict[str, Case] = {
     "nested": Case("a customer", record({"name": text(16), "address": ADDRESS})),
     "deeply nested": Case(
         "a country",
-        record({"country": record({"region": record({"city": record({"name": text(12), "big": {"type": "boolean"}})})})}),
+        record(
+            {
+                "country": record(
+                    {"region": record({"city": record({"name": text(12), "big": {"type": "boolean"}})})}
+                )
+            }
+        ),
     ),
     "enums": Case(
         "a T-shirt",
@@ -72,7 +89,10 @@ CASES: dict[str, Case] = {
                 "items": {
                     "type": "array",
                     "items": record(
-                        {"sku": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{3}$"}, "count": number("integer", 1, 20)}
+                        {
+                            "sku": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{3}$"},
+                            "count": number("integer", 1, 20),
+                        }
                     ),
                     "minItems": 1,
                     "maxItems": 3,
@@ -93,12 +113,19 @@ CASES: dict[str, Case] = {
         "a shape",
         either(
             record({"kind": {"const": "circle"}, "radius": number("integer", 1, 500)}),
-            record({"kind": {"const": "box"}, "width": number("integer", 1, 500), "height": number("integer", 1, 500)}),
+            record(
+                {
+                    "kind": {"const": "box"},
+                    "width": number("integer", 1, 500),
+                    "height": number("integer", 1, 500),
+                }
+            ),
             record({"kind": {"const": "text"}, "text": text(12)}),
         ),
     ),
     "union of types": Case(
-        "a setting", record({"key": text(10), "value": either(text(10), {"type": "integer"}, {"type": "boolean"}, NULL)})
+        "a setting",
+        record({"key": text(10), "value": either(text(10), {"type": "integer"}, {"type": "boolean"}, NULL)}),
     ),
     "exclusive union": Case(
         "a payment",
@@ -111,7 +138,12 @@ CASES: dict[str, Case] = {
     ),
     "list of types": Case(
         "a sensor",
-        record({"id": {"type": ["string", "integer"], "maxLength": 8, "minimum": 0}, "value": {"type": ["number", "null"]}}),
+        record(
+            {
+                "id": {"type": ["string", "integer"], "maxLength": 8, "minimum": 0},
+                "value": {"type": ["number", "null"]},
+            }
+        ),
     ),
     "recursive tree": Case("a family tree", {"$ref": "#/$defs/tree", "$defs": {"tree": TREE}}),
     "recursive list": Case("a linked list", {"$ref": "#/$defs/cell", "$defs": {"cell": LIST}}),

@@ -1,4 +1,5 @@
-"""The documents in their short form, on a fake model without preferences; ``make documents-test`` has 1,000 of the real one."""
+"""The documents in their short form, on a fake model without preferences; ``make documents-test`` has 1,000
+of the real one."""
 
 import asyncio
 
@@ -28,10 +29,22 @@ def test_documents_of_every_schema_validate_or_were_cut() -> None:
     [
         ("nested", '{"name":"a"', "does not parse"),
         ("nested", '{"name":"a","address":{"street":"b","city":"c","zip":"1234"}}', "does not match"),
-        ("formats", '{"day":"2024-02-30","at":"10:00:00Z","created":"2024-02-01T10:00:00Z"}', "is not a 'date'"),
-        ("formats", '{"day":"2024-02-03","at":"24:00:00Z","created":"2024-02-01T10:00:00Z"}', "is not a 'time'"),
+        (
+            "formats",
+            '{"day":"2024-02-30","at":"10:00:00Z","created":"2024-02-01T10:00:00Z"}',
+            "is not a 'date'",
+        ),
+        (
+            "formats",
+            '{"day":"2024-02-03","at":"24:00:00Z","created":"2024-02-01T10:00:00Z"}',
+            "is not a 'time'",
+        ),
         ("formats", '{"day":"2024-02-03","at":"10:00:00Z","created":"2024-02-01"}', "is not a 'date-time'"),
-        ("addresses of machines", '{"id":"00000000-0000-4000-8000-000000000000","ip":"::1","host":"-a"}', "is not a 'hostname'"),
+        (
+            "addresses of machines",
+            '{"id":"00000000-0000-4000-8000-000000000000","ip":"::1","host":"-a"}',
+            "is not a 'hostname'",
+        ),
     ],
 )
 def test_what_does_not_follow_its_schema_is_a_fault(name: str, text: str, said: str) -> None:

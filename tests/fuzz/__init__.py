@@ -1,1 +1,2 @@
-"""Fuzzing: hostile requests over raw sockets against a real server process, which must go on as if nothing had been."""
+"""Fuzzing: hostile requests over raw sockets against a real server process, which must go on as if nothing
+had been."""

@@ -1,4 +1,5 @@
-"""``python -m tests.fuzz --requests 20000``: run it, print a line of what happened, exit with 1 when something was wrong."""
+"""``python -m tests.fuzz --requests 20000``: run it, print a line of what happened, exit with 1 when
+something was wrong."""
 
 import argparse
 import asyncio
@@ -15,7 +16,9 @@ from tests.soak.server_process import server_process
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--requests", type=int, default=20_000, help="how many hostile requests are sent")
-    parser.add_argument("--seed", type=int, default=None, help="the same seed sends the same requests; default: a new one")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="the same seed sends the same requests; default: a new one"
+    )
     arguments = parser.parse_args()
     seed = random.randrange(2**31) if arguments.seed is None else arguments.seed
     print(f"fuzz: seed {seed}", flush=True)

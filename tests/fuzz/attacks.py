@@ -1,5 +1,5 @@
-"""What is sent: pieces of bytes with pauses between them. Each kind of attack is a method; ``answered`` says that the request is
-whole and its head is sound, so that the server owes it an answer."""
+"""What is sent: pieces of bytes with pauses between them. Each kind of attack is a method; ``answered`` says
+that the request is whole and its head is sound, so that the server owes it an answer."""
 
 import copy
 import random
@@ -10,7 +10,20 @@ from typing import Any
 from server.api.generation.validation import MAX_BODY_BYTES
 from tests.fuzz.bodies import encoded, mutated, valid
 
-METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE", "CONNECT", "BREW", "get", "M" * 300)
+METHODS = (
+    "GET",
+    "POST",
+    "PUT",
+    "PATCH",
+    "DELETE",
+    "HEAD",
+    "OPTIONS",
+    "TRACE",
+    "CONNECT",
+    "BREW",
+    "get",
+    "M" * 300,
+)
 CONTENT_TYPES = (
     "text/plain",
     "application/x-www-form-urlencoded",
@@ -20,7 +33,15 @@ CONTENT_TYPES = (
     "\xff",
 )
 PATHS = (
-    *("/", "//v1/completions", "/v1/completions/", "/V1/completions", "/v1/../metrics", "/%2e%2e/etc/passwd", "/v1/models/%00"),
+    *(
+        "/",
+        "//v1/completions",
+        "/v1/completions/",
+        "/V1/completions",
+        "/v1/../metrics",
+        "/%2e%2e/etc/passwd",
+        "/v1/models/%00",
+    ),
     *(
         "/v1/models/" + "a" * 3000,
         "/\xff\xfe",
@@ -30,7 +51,16 @@ PATHS = (
         "/v1%2fcompletions",
         "/%zz",
     ),
-    *("/v1/models/é", "/v1/models/%ff%fe", "/health#x", "", "relative", "/openapi.json", "/docs", "/metrics?name[]=x"),
+    *(
+        "/v1/models/é",
+        "/v1/models/%ff%fe",
+        "/health#x",
+        "",
+        "relative",
+        "/openapi.json",
+        "/docs",
+        "/metrics?name[]=x",
+    ),
 )
 
 
@@ -104,8 +134,11 @@ class Attacks:
             return {}
         return copy.deepcopy(valid(route.schema, self.openapi["components"]["schemas"], self._random))
 
-    def _request(self, route: Route, body: bytes, *headers: str, content_type: str = "application/json") -> bytes:
-        """Whole and sound but for its body. The time in the header keeps what is valid by chance from running on."""
+    def _request(
+        self, route: Route, body: bytes, *headers: str, content_type: str = "application/json"
+    ) -> bytes:
+        """Whole and sound but for its body. The time in the header keeps what is valid by chance from running
+        on."""
         lines = [
             f"{route.method} {route.path} HTTP/1.1",
             "host: localhost",
@@ -121,7 +154,9 @@ class Attacks:
         route = self._route()
         leaves = self._random.random() < 0.3
         request = self._request(route, encoded(self._body(route)))
-        return Attack("valid", [request], leaves=leaves, resets=self._random.random() < 0.5, answered=not leaves)
+        return Attack(
+            "valid", [request], leaves=leaves, resets=self._random.random() < 0.5, answered=not leaves
+        )
 
     def _mutated(self) -> Attack:
         route = self._route()
@@ -145,7 +180,9 @@ class Attacks:
                 case 2:
                     request[place:place] = request[place : place + 20]
                 case _:
-                    request[place:place] = self._random.choice((b"\r\n", b"\n", b"\0", b":", b" ", b"\r", b"\xff"))
+                    request[place:place] = self._random.choice(
+                        (b"\r\n", b"\n", b"\0", b":", b" ", b"\r", b"\xff")
+                    )
             if not request:
                 break
         return Attack("flipped", [bytes(request)])
@@ -171,7 +208,11 @@ class Attacks:
             case 0:
                 head = f"GET /health HTTP/1.1\r\nhost: localhost\r\nx-a: {'a' * choose.choice((60_000, 70_000, 500_000))}\r\n\r\n"
             case 1:
-                head = "GET /health HTTP/1.1\r\nhost: localhost\r\n" + "x-a: b\r\n" * choose.choice((200, 300, 5000)) + "\r\n"
+                head = (
+                    "GET /health HTTP/1.1\r\nhost: localhost\r\n"
+                    + "x-a: b\r\n" * choose.choice((200, 300, 5000))
+                    + "\r\n"
+                )
             case 2:
                 head = f"GET /{'a' * choose.choice((60_000, 200_000))} HTTP/1.1\r\nhost: localhost\r\n\r\n"
             case _:
@@ -186,7 +227,9 @@ class Attacks:
         match choose.randrange(5):
             case 0:
                 body = (
-                    body[:place] + choose.choice((b"\xff\xfe", b"\xc3", b"\xed\xa0\x80", b"\xf8\x88\x80\x80\x80")) + body[place:]
+                    body[:place]
+                    + choose.choice((b"\xff\xfe", b"\xc3", b"\xed\xa0\x80", b"\xf8\x88\x80\x80\x80"))
+                    + body[place:]
                 )
             case 1:
                 body = body[:place]
@@ -195,7 +238,13 @@ class Attacks:
                 body = opening * choose.choice((70, 1000, 200_000))
             case 3:
                 body = choose.choice(
-                    (b"\xef\xbb\xbf" + body, body.decode().encode("utf-16"), body + body, b"\0" * 100, b" " * 100_000)
+                    (
+                        b"\xef\xbb\xbf" + body,
+                        body.decode().encode("utf-16"),
+                        body + body,
+                        b"\0" * 100,
+                        b" " * 100_000,
+                    )
                 )
             case _:
                 body = choose.choice((b"NaN", b"null", b"[]", b"5", b'"x"', b"{", b"", b"{}", b"\xff\xfe"))
@@ -203,7 +252,9 @@ class Attacks:
 
     def _wrong_type(self) -> Attack:
         route = self._route()
-        request = self._request(route, encoded(self._body(route)), content_type=self._random.choice(CONTENT_TYPES))
+        request = self._request(
+            route, encoded(self._body(route)), content_type=self._random.choice(CONTENT_TYPES)
+        )
         return Attack("wrong type", [request], answered=True)
 
     def _wrong_method(self) -> Attack:
@@ -219,7 +270,18 @@ class Attacks:
         route, choose = self._route(), self._random
         body = encoded(self._body(route))
         length = choose.choice(
-            ("-1", "0", str(len(body) + 5), str(len(body) // 2), "1e3", "99999999999999999999", "abc", "", "+5", "0x10")
+            (
+                "-1",
+                "0",
+                str(len(body) + 5),
+                str(len(body) // 2),
+                "1e3",
+                "99999999999999999999",
+                "abc",
+                "",
+                "+5",
+                "0x10",
+            )
         )
         head = self._request(route, b"").replace(b"content-length: 0", b"content-length: " + length.encode())
         if choose.random() < 0.3:
@@ -231,10 +293,22 @@ class Attacks:
     def _broken_chunks(self) -> Attack:
         route, choose = self._route(), self._random
         body = encoded(self._body(route))
-        coding = choose.choice(("chunked", "chunked, chunked", "gzip", "gzip, chunked", "identity", "xchunked"))
-        head = self._request(route, b"", f"transfer-encoding: {coding}").replace(b"content-length: 0\r\n", b"")
+        coding = choose.choice(
+            ("chunked", "chunked, chunked", "gzip", "gzip, chunked", "identity", "xchunked")
+        )
+        head = self._request(route, b"", f"transfer-encoding: {coding}").replace(
+            b"content-length: 0\r\n", b""
+        )
         size = choose.choice(
-            (f"{len(body):x}", f"{len(body) + 3:x}", "ffffffffffffffffffff", "-5", "g", "", f"{len(body):x};ext={'a' * 500}")
+            (
+                f"{len(body):x}",
+                f"{len(body) + 3:x}",
+                "ffffffffffffffffffff",
+                "-5",
+                "g",
+                "",
+                f"{len(body):x};ext={'a' * 500}",
+            )
         )
         end = choose.choice((b"\r\n0\r\n\r\n", b"\r\n0\r\n", b"0\r\n\r\n", b"\r\n0\r\nx: y\r\n\r\n", b""))
         return Attack("broken chunks", [head + size.encode() + b"\r\n" + body + end])
@@ -253,7 +327,11 @@ class Attacks:
         choose = self._random
         size = choose.choice((1, 10, 1000, 70_000))
         junk = choose.choice(
-            (choose.randbytes(size), b"\r\n" * size, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + choose.randbytes(size))
+            (
+                choose.randbytes(size),
+                b"\r\n" * size,
+                b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + choose.randbytes(size),
+            )
         )
         return Attack("junk", [junk], leaves=choose.random() < 0.3)
 
@@ -273,18 +351,26 @@ class Attacks:
                 ("te: trailers", "trailer: x"),
             )
         )
-        request = self._request(route, encoded(self._body(route)), *headers).replace(b"connection: close\r\n", b"")
-        version = self._random.choice((b"HTTP/1.1", b"HTTP/1.0", b"HTTP/0.9", b"HTTP/2.0", b"HTTP/1.99", b"HTTX/1.1"))
+        request = self._request(route, encoded(self._body(route)), *headers).replace(
+            b"connection: close\r\n", b""
+        )
+        version = self._random.choice(
+            (b"HTTP/1.1", b"HTTP/1.0", b"HTTP/0.9", b"HTTP/2.0", b"HTTP/1.99", b"HTTX/1.1")
+        )
         return Attack("upgrade", [request.replace(b"HTTP/1.1", version, 1)])
 
     def _large(self) -> Attack:
         """Close to the limit of a body or beyond it."""
         route, choose = self._route(), self._random
         size = choose.choice((1 << 20, 17 << 20))
-        body = choose.choice((b'{"prompt":"' + b"a" * size, b"[" + b"1," * (size // 2), b'{"prompt":[' + b"[]," * (size // 8)))
+        body = choose.choice(
+            (b'{"prompt":"' + b"a" * size, b"[" + b"1," * (size // 2), b'{"prompt":[' + b"[]," * (size // 8))
+        )
         return Attack("large", [self._request(route, body)])
 
 
 def _body_schema(operation: dict[str, Any]) -> dict[str, Any] | None:
-    schema: dict[str, Any] | None = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
+    schema: dict[str, Any] | None = (
+        operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
+    )
     return schema

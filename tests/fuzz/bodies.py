@@ -20,7 +20,15 @@ KNOWN: Mapping[str, Any] = {
 }
 # Fields that exclude each other or most values of others.
 LEFT_OUT = frozenset(
-    {"model", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+    {
+        "model",
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+    }
 )
 WORDS = ("a", "will", "hello", "the", "1", "é", "日本", "\n", "<bos>", "<end_of_turn>")
 
@@ -46,12 +54,22 @@ HOSTILE: tuple[Any, ...] = (
         [[1]] * 1500,
         {str(i): i for i in range(1500)},
     ),
-    *(Raw("NaN"), Raw("-Infinity"), Raw("1e999"), Raw("9" * 5000), Raw("[" * 100 + "]" * 100), Raw("[" * 100_000), Raw("tru")),
+    *(
+        Raw("NaN"),
+        Raw("-Infinity"),
+        Raw("1e999"),
+        Raw("9" * 5000),
+        Raw("[" * 100 + "]" * 100),
+        Raw("[" * 100_000),
+        Raw("tru"),
+    ),
     *(Raw('{"a":1,"a":2}'), Raw('"\\ud83d"'), Raw('"\\x"'), Raw(""), Raw("01")),
 )
 
 
-def valid(schema: Mapping[str, Any], components: Mapping[str, Any], choose: random.Random, depth: int = 0) -> Any:
+def valid(
+    schema: Mapping[str, Any], components: Mapping[str, Any], choose: random.Random, depth: int = 0
+) -> Any:
     """A value that the schema allows, as far as schemas say it."""
     if "$ref" in schema:
         return valid(components[schema["$ref"].rsplit("/", 1)[-1]], components, choose, depth)
@@ -69,26 +87,34 @@ def valid(schema: Mapping[str, Any], components: Mapping[str, Any], choose: rand
             return {}
         case "array":
             items = schema.get("items", {})
-            return [valid(items, components, choose, depth + 1) for _ in range(max(1, schema.get("minItems", 1)))]
+            return [
+                valid(items, components, choose, depth + 1) for _ in range(max(1, schema.get("minItems", 1)))
+            ]
         case "string":
             return " ".join(choose.choices(WORDS, k=choose.randint(1, 4)))
         case "integer":
             return choose.randint(max(schema.get("minimum", 0), -5), min(schema.get("maximum", 20), 20))
         case "number":
-            return round(choose.uniform(max(schema.get("minimum", 0), -1), min(schema.get("maximum", 1), 1)), 3)
+            return round(
+                choose.uniform(max(schema.get("minimum", 0), -1), min(schema.get("maximum", 1), 1)), 3
+            )
         case "boolean":
             return choose.random() < 0.5
     return None
 
 
-def _object(schema: Mapping[str, Any], components: Mapping[str, Any], choose: random.Random, depth: int) -> dict[str, Any]:
+def _object(
+    schema: Mapping[str, Any], components: Mapping[str, Any], choose: random.Random, depth: int
+) -> dict[str, Any]:
     required = set(schema.get("required", ()))
     value = {}
     for name, field in schema["properties"].items():
         if depth == 0 and name in LEFT_OUT:
             continue
         if name in required or choose.random() < (0.08 if depth == 0 else 0.5):
-            value[name] = KNOWN[name] if depth == 0 and name in KNOWN else valid(field, components, choose, depth + 1)
+            value[name] = (
+                KNOWN[name] if depth == 0 and name in KNOWN else valid(field, components, choose, depth + 1)
+            )
     if depth == 0:  # every field is optional to a schema where one of several is needed
         value |= {name: KNOWN[name] for name in ("prompt", "max_tokens") if name in schema["properties"]}
         if "messages" in schema["properties"] and "prompt" not in schema["properties"]:
@@ -109,7 +135,9 @@ def mutated(value: Any, choose: random.Random) -> Any:
             container["".join(choose.choices("aä_ \u2028.", k=choose.randint(0, 6)))] = _hostile(choose)
         case 2:
             is_small = len(encoded(container[key])) < 1000
-            container[key] = [copy.deepcopy(container[key]) for _ in range(choose.choice((1, 3, 1100 if is_small else 2)))]
+            container[key] = [
+                copy.deepcopy(container[key]) for _ in range(choose.choice((1, 3, 1100 if is_small else 2)))
+            ]
         case _:
             container[key] = _hostile(choose)
     return value
@@ -132,7 +160,11 @@ def encoded(value: Any) -> bytes:
     if isinstance(value, Raw):
         return value.encode()
     if isinstance(value, dict):
-        return b"{" + b",".join(json.dumps(key).encode() + b":" + encoded(item) for key, item in value.items()) + b"}"
+        return (
+            b"{"
+            + b",".join(json.dumps(key).encode() + b":" + encoded(item) for key, item in value.items())
+            + b"}"
+        )
     if isinstance(value, list):
         return b"[" + b",".join(map(encoded, value)) + b"]"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**300:

@@ -1,5 +1,6 @@
-"""Sends the attacks, several at a time, and looks at what comes back and at the server before and after: it answers, the same
-text as before; nothing runs, no block is held, no connection is open; memory is where it was; its log holds no fault."""
+"""Sends the attacks, several at a time, and looks at what comes back and at the server before and after: it
+answers, the same text as before; nothing runs, no block is held, no connection is open; memory is where it
+was; its log holds no fault."""
 
 import asyncio
 import json
@@ -21,7 +22,8 @@ AT_ONCE = 16
 FLAGS = ("--read-timeout", "2", "--keep-alive-timeout", "1", "--debug-invariants")
 PATIENCE = 60.0
 TRIES = 3
-WARM_UP = 0.25  # share of the requests after which memory counts: what a process comes to keep depends on their number
+# share of the requests after which memory counts: what a process comes to keep depends on their number
+WARM_UP = 0.25
 MAX_MEMORY_GROWTH = 16 << 20
 # A short run still uses parts of the server and of the allocator for the first time after its warm-up.
 LONG_RUN, MAX_MEMORY_GROWTH_OF_SHORT_RUNS = 5000, 64 << 20
@@ -106,7 +108,8 @@ async def _send_all(server: ServerProcess, attacks: Attacks, count: int, summary
 
 
 async def _send_until_answered(port: int, attack: Attack) -> str:
-    """On a busy machine the client itself may be too slow for the server's patience, but not again and again."""
+    """On a busy machine the client itself may be too slow for the server's patience, but not again and
+    again."""
     for _ in range(TRIES):
         outcome = await _send(port, attack)
         if outcome != "closed" or not attack.answered:
@@ -132,7 +135,9 @@ async def _send(port: int, attack: Attack) -> str:
                 while data := await reader.read(1 << 16):
                     received += data
     except TimeoutError:
-        raise AssertionError(f"neither an end nor an answer within {PATIENCE:g} s: {_shown(attack)}") from None
+        raise AssertionError(
+            f"neither an end nor an answer within {PATIENCE:g} s: {_shown(attack)}"
+        ) from None
     finally:
         if attack.resets:
             writer.transport.abort()
@@ -151,7 +156,10 @@ def _checked(attack: Attack, received: bytes) -> str:
         if answer.status >= 400 and answer.body:
             assert answer.content_type == b"application/json", (_shown(attack), received[:2000])
             # OpenAI's form, or Anthropic's.
-            assert set(json.loads(answer.body)) in ({"error"}, {"type", "error", "request_id"}), (_shown(attack), received[:2000])
+            assert set(json.loads(answer.body)) in ({"error"}, {"type", "error", "request_id"}), (
+                _shown(attack),
+                received[:2000],
+            )
     return str(answers[0].status)
 
 
@@ -168,7 +176,10 @@ def _answers(received: bytes, is_head: bool) -> Iterator[Answer]:
         assert received.startswith(b"HTTP/1.1 "), received[:2000]
         head, end, received = received.partition(b"\r\n\r\n")
         assert end, head[:2000]
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(b":") for line in head.split(b"\r\n")[1:])}
+        headers = {
+            name.lower(): value.strip()
+            for name, _, value in (line.partition(b":") for line in head.split(b"\r\n")[1:])
+        }
         status = int(head.split(b" ")[1])
         size = 0 if is_head or status == 100 else int(headers.get(b"content-length", len(received)))
         body, received = received[:size], received[size:]

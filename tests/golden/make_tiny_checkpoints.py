@@ -1,9 +1,11 @@
-"""Makes the tiny random Gemma 3 checkpoints in tests/golden/tiny and their expected logits, with transformers in float32.
+"""Makes the tiny random Gemma 3 checkpoints in tests/golden/tiny and their expected logits, with transformers
+in float32.
 
-Run by hand, in an environment with torch, transformers and safetensors: ``python tests/golden/make_tiny_checkpoints.py``. The
-outputs are committed, and nothing in the test suite imports this file. Every case is a folder as published checkpoints look
-(config.json in one of the spellings in circulation, model.safetensors) and, beside it, ``<name>.expected.safetensors`` with the
-token ids of a prompt and the logits at every position.
+Run by hand, in an environment with torch, transformers and safetensors: ``python
+tests/golden/make_tiny_checkpoints.py``. The outputs are committed, and nothing in the test suite imports this
+file. Every case is a folder as published checkpoints look (config.json in one of the spellings in
+circulation, model.safetensors) and, beside it, ``<name>.expected.safetensors`` with the token ids of a prompt
+and the logits at every position.
 """
 
 import json
@@ -61,9 +63,20 @@ class Case:
 CASES = [
     Case("mqa_layer_types", {"num_key_value_heads": 1}, {**OLD_ROPE, "layer_types": layer_types(7, 6)}),
     Case("gqa_sliding_window_pattern", {"num_hidden_layers": 8}, {**OLD_ROPE, "sliding_window_pattern": 6}),
-    Case("equal_heads_underscore_pattern", {"num_key_value_heads": 4}, {**OLD_ROPE, "_sliding_window_pattern": 3}, pattern=3),
+    Case(
+        "equal_heads_underscore_pattern",
+        {"num_key_value_heads": 4},
+        {**OLD_ROPE, "_sliding_window_pattern": 3},
+        pattern=3,
+    ),
     Case("no_pattern", {"num_hidden_layers": 13}, {**OLD_ROPE}),
-    Case("rope_scaling", {}, {**OLD_ROPE, "rope_scaling": LINEAR_8, "sliding_window_pattern": 2}, pattern=2, factor=8.0),
+    Case(
+        "rope_scaling",
+        {},
+        {**OLD_ROPE, "rope_scaling": LINEAR_8, "sliding_window_pattern": 2},
+        pattern=2,
+        factor=8.0,
+    ),
     Case(
         "rope_parameters_scalar_168",
         {"head_dim": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "query_pre_attn_scalar": 168},
@@ -119,12 +132,18 @@ CASES = [
     ),
     Case("nested_new_names", {}, {**OLD_ROPE}, nested=True, prefix="model.language_model."),
     Case("head_equal", {}, {**OLD_ROPE, "sliding_window_pattern": 6}, head="equal"),
-    Case("head_separate", {"tie_word_embeddings": False}, {**OLD_ROPE, "sliding_window_pattern": 6}, head="separate"),
+    Case(
+        "head_separate",
+        {"tie_word_embeddings": False},
+        {**OLD_ROPE, "sliding_window_pattern": 6},
+        head="separate",
+    ),
 ]
 
 
 def random_weights(model: Gemma3ForCausalLM, seed: int) -> None:
-    """Weights that make every part of the network matter: norms away from zero, sharp attention, no saturation."""
+    """Weights that make every part of the network matter: norms away from zero, sharp attention, no
+    saturation."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         values = torch.randn(parameter.shape, generator=generator)
@@ -140,7 +159,10 @@ def random_weights(model: Gemma3ForCausalLM, seed: int) -> None:
 def make(case: Case, seed: int) -> None:
     shape = {**BASE, **case.shape}
     rope = {
-        "full_attention": {"rope_theta": 1_000_000.0, **(LINEAR_8 if case.factor != 1.0 else {"rope_type": "default"})},
+        "full_attention": {
+            "rope_theta": 1_000_000.0,
+            **(LINEAR_8 if case.factor != 1.0 else {"rope_type": "default"}),
+        },
         "sliding_attention": {"rope_theta": 10_000.0, "rope_type": "default"},
     }
     types = layer_types(shape["num_hidden_layers"], case.pattern)
@@ -148,7 +170,9 @@ def make(case: Case, seed: int) -> None:
     config._attn_implementation = "eager"
     model = Gemma3ForCausalLM(config).eval()
     random_weights(model, seed)
-    token_ids = torch.randint(3, shape["vocab_size"], (PROMPT_LENGTH,), generator=torch.Generator().manual_seed(seed))
+    token_ids = torch.randint(
+        3, shape["vocab_size"], (PROMPT_LENGTH,), generator=torch.Generator().manual_seed(seed)
+    )
     token_ids[0] = shape["bos_token_id"]
     with torch.inference_mode():
         logits = model(token_ids[None]).logits[0].float()
@@ -158,7 +182,11 @@ def make(case: Case, seed: int) -> None:
     folder.mkdir(parents=True)
     text = {key: value for key, value in {**shape, **case.spelling}.items() if key not in case.left_out}
     if case.nested:
-        raw = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
+        raw = {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "model_type": "gemma3",
+            "text_config": text,
+        }
         text["model_type"] = "gemma3_text"
     else:
         raw = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", **text}

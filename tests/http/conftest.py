@@ -17,7 +17,9 @@ def server() -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="session")
 def strict_server() -> Iterator[LiveServer]:
-    with live_server(strict_params=True, strict_roles=True, strict_context=True, served_model_name=("org/name", "alias")) as live:
+    with live_server(
+        strict_params=True, strict_roles=True, strict_context=True, served_model_name=("org/name", "alias")
+    ) as live:
         yield live
 
 

@@ -43,9 +43,15 @@ class LiveServer:
 
     @contextlib.contextmanager
     def open_request(self, body: dict[str, Any], *headers: str) -> Iterator[socket.socket]:
-        """A completion on a connection of its own, whose answer nobody has read yet. Leaving the block closes it."""
+        """A completion on a connection of its own, whose answer nobody has read yet. Leaving the block closes
+        it."""
         payload = json.dumps(body).encode()
-        lines = ["POST /v1/completions HTTP/1.1", "host: localhost", "content-type: application/json", *headers]
+        lines = [
+            "POST /v1/completions HTTP/1.1",
+            "host: localhost",
+            "content-type: application/json",
+            *headers,
+        ]
         lines += [f"content-length: {len(payload)}", "", ""]
         with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
             connection.sendall("\r\n".join(lines).encode() + payload)
@@ -54,7 +60,8 @@ class LiveServer:
     def outcomes(self, outcome: str) -> float:
         """Completions that ended so, streamed or not."""
         return sum(
-            self.metric("requests_total", endpoint="completions", stream=stream, outcome=outcome) for stream in ("true", "false")
+            self.metric("requests_total", endpoint="completions", stream=stream, outcome=outcome)
+            for stream in ("true", "false")
         )
 
     def rejections(self, reason: str) -> float:
@@ -74,7 +81,8 @@ class LiveServer:
         return result
 
     def refused(self, path: str, body: Any, status: int = 400) -> dict[str, Any]:
-        """The error of a request that must be refused, in OpenAI's shape; the server is unharmed afterwards."""
+        """The error of a request that must be refused, in OpenAI's shape; the server is unharmed
+        afterwards."""
         response = self.post(path, body)
         assert response.status_code == status, response.text
         error = error_of(response)

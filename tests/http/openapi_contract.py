@@ -1,5 +1,6 @@
-"""What /openapi.json promises of answers, held against answers: `LiveServer` checks every one that a test gets. Objects of the
-description are closed here: an answer with a field that it does not name is a fault too."""
+"""What /openapi.json promises of answers, held against answers: `LiveServer` checks every one that a test
+gets. Objects of the description are closed here: an answer with a field that it does not name is a fault
+too."""
 
 import functools
 import json
@@ -47,7 +48,9 @@ def _validator(schema: str) -> jsonschema_rs.Validator:
 
 
 def validate(schema: Any, value: Any) -> None:
-    errors = [f"{'/'.join(map(str, error.instance_path))}: {error.message}" for error in _errors(schema, value)]
+    errors = [
+        f"{'/'.join(map(str, error.instance_path))}: {error.message}" for error in _errors(schema, value)
+    ]
     assert not errors, f"{errors[:3]}\nof {json.dumps(value)[:2000]}"
 
 
@@ -76,7 +79,9 @@ def check_answer(response: httpx.Response, *, reads_streams: bool = True) -> Non
     for name, header in declared["headers"].items():
         given = response.headers.get(name)
         assert given is not None or not header["required"], f"{where} lacks the header {name}"
-        assert given is None or header["schema"]["type"] != "integer" or given.isdecimal(), f"{where}: {name} is {given!r}"
+        assert given is None or header["schema"]["type"] != "integer" or given.isdecimal(), (
+            f"{where}: {name} is {given!r}"
+        )
     media_type = response.headers["content-type"].partition(";")[0]
     assert media_type in declared["content"], f"{where} is {media_type}"
     content = declared["content"][media_type]

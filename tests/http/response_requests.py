@@ -1,4 +1,5 @@
-"""What tests of /v1/responses send and read: answers, and streams whose framing is checked on the raw bytes."""
+"""What tests of /v1/responses send and read: answers, and streams whose framing is checked on the raw
+bytes."""
 
 import json
 from typing import Any
@@ -42,11 +43,18 @@ def kinds(events: list[dict[str, Any]]) -> list[str]:
 
 def stable(response: dict[str, Any]) -> dict[str, Any]:
     """Without what differs between two answers of the same content."""
-    items = [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in response["output"]]
+    items = [
+        {name: value for name, value in item.items() if name not in ("id", "call_id")}
+        for item in response["output"]
+    ]
     usage = {name: value for name, value in response["usage"].items() if name != "input_tokens_details"}
-    left = {name: value for name, value in response.items() if name not in ("id", "created_at", "completed_at")}
+    left = {
+        name: value for name, value in response.items() if name not in ("id", "created_at", "completed_at")
+    }
     return {**left, "output": items, "usage": usage}
 
 
 def text_of(response: dict[str, Any]) -> str:
-    return "".join(part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"])
+    return "".join(
+        part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"]
+    )

@@ -47,7 +47,9 @@ def test_what_is_beyond_the_queue_is_refused_until_somebody_leaves(crowded: Live
         with crowded.open_request(LONG):
             crowded.wait_for(lambda: crowded.metric("requests_waiting") == QUEUED)
             assert_refused(crowded.post(COMPLETIONS, {**SHORT, "stream": stream}))
-            assert_refused(crowded.post(CHAT, {"messages": [{"role": "user", "content": "a"}], "stream": stream}))
+            assert_refused(
+                crowded.post(CHAT, {"messages": [{"role": "user", "content": "a"}], "stream": stream})
+            )
             assert crowded.metric("requests_waiting") == QUEUED
         crowded.wait_for(lambda: crowded.metric("requests_waiting") == QUEUED - 1)
         with crowded.open_request(LONG):
@@ -96,10 +98,18 @@ def test_a_refusal_costs_no_encoding(crowded: LiveServer, monkeypatch: pytest.Mo
 
 def test_places_come_back_however_a_request_ends(crowded: LiveServer) -> None:
     admission = crowded.app.state.server.admission
-    for body in (SHORT, {**SHORT, "n": 3}, {**SHORT, "stream": True}, {"prompt": [9] * 9000}, {"prompt": "a" * 9000}):
+    for body in (
+        SHORT,
+        {**SHORT, "n": 3},
+        {**SHORT, "stream": True},
+        {"prompt": [9] * 9000},
+        {"prompt": "a" * 9000},
+    ):
         crowded.post(COMPLETIONS, body)
     crowded.post(CHAT, {"messages": [{"role": "assistant", "content": "a" * 9000}]})
-    with ExitStack() as stack:  # they leave while they run and, the last two, before anything of them was computed
+    with (
+        ExitStack() as stack
+    ):  # they leave while they run and, the last two, before anything of them was computed
         hold(crowded, stack, RUNNING + 2)
     crowded.wait_for(lambda: admission.num_requests == admission.num_tokens == 0)
 
@@ -123,7 +133,10 @@ def test_a_prompt_larger_than_the_budget_is_served_when_nothing_waits() -> None:
 
 
 def test_the_status_of_refusals_can_be_503() -> None:
-    with live_server(slow_factory(1), max_queued_requests=1, overload_status="503") as server, ExitStack() as stack:
+    with (
+        live_server(slow_factory(1), max_queued_requests=1, overload_status="503") as server,
+        ExitStack() as stack,
+    ):
         hold(server, stack, 2)
         assert_refused(server.post(COMPLETIONS, SHORT), status=503)
 

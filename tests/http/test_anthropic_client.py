@@ -6,7 +6,14 @@ from typing import Any
 
 import anthropic
 import pytest
-from anthropic.types import ErrorResponse, Message, MessageParam, RawMessageStreamEvent, ToolParam, ToolResultBlockParam
+from anthropic.types import (
+    ErrorResponse,
+    Message,
+    MessageParam,
+    RawMessageStreamEvent,
+    ToolParam,
+    ToolResultBlockParam,
+)
 from pydantic import TypeAdapter
 
 from tests.http.live_server import LiveServer
@@ -28,7 +35,11 @@ def test_a_message_and_its_answer_in_the_next_turn(client: anthropic.Anthropic) 
     assert block.type == "text"
     assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 6)
     assert answer._request_id == answer.id
-    messages: list[MessageParam] = [*HELLO, {"role": "assistant", "content": answer.content}, {"role": "user", "content": "And?"}]
+    messages: list[MessageParam] = [
+        *HELLO,
+        {"role": "assistant", "content": answer.content},
+        {"role": "user", "content": "And?"},
+    ]
     again = client.messages.create(model=MODEL, max_tokens=6, messages=messages)
     assert again.stop_reason == "max_tokens"
 
@@ -61,7 +72,9 @@ def test_stop_sequences(client: anthropic.Anthropic) -> None:
     whole = client.messages.create(model=MODEL, max_tokens=30, messages=HELLO, extra_body={"temperature": 0})
     assert whole.content[0].type == "text"
     stop = whole.content[0].text[10:12]
-    cut = client.messages.create(model=MODEL, max_tokens=30, messages=HELLO, stop_sequences=[stop], extra_body={"temperature": 0})
+    cut = client.messages.create(
+        model=MODEL, max_tokens=30, messages=HELLO, stop_sequences=[stop], extra_body={"temperature": 0}
+    )
     assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
 
 
@@ -75,10 +88,14 @@ def test_errors_become_the_clients_exceptions(client: anthropic.Anthropic) -> No
     with pytest.raises(anthropic.NotFoundError, match="does not exist"):
         client.messages.create(model="claude", max_tokens=1, messages=HELLO)
     with pytest.raises(anthropic.BadRequestError, match=r"tools\[0\].input_schema"):
-        client.messages.create(model=MODEL, max_tokens=1, messages=HELLO, tools=[{"name": "f", "input_schema": {"type": "no"}}])
+        client.messages.create(
+            model=MODEL, max_tokens=1, messages=HELLO, tools=[{"name": "f", "input_schema": {"type": "no"}}]
+        )
 
 
-TOOLS: list[ToolParam] = [{"name": "get_weather", "description": "The weather of a city.", "input_schema": SCHEMA}]
+TOOLS: list[ToolParam] = [
+    {"name": "get_weather", "description": "The weather of a city.", "input_schema": SCHEMA}
+]
 
 
 def ask(seed: int) -> dict[str, Any]:
@@ -91,8 +108,16 @@ def test_a_call_and_its_result_in_the_next_turn(scripted: LiveServer) -> None:
         answer = client.messages.create(messages=asked, **ask(ONLY_CALL))
         (call,) = answer.content
         assert call.type == "tool_use"
-        assert (answer.stop_reason, call.name, call.input) == ("tool_use", "get_weather", json.loads(ARGUMENTS))
-        result: ToolResultBlockParam = {"type": "tool_result", "tool_use_id": call.id, "content": "20 degrees"}
+        assert (answer.stop_reason, call.name, call.input) == (
+            "tool_use",
+            "get_weather",
+            json.loads(ARGUMENTS),
+        )
+        result: ToolResultBlockParam = {
+            "type": "tool_result",
+            "tool_use_id": call.id,
+            "content": "20 degrees",
+        }
         turns: list[MessageParam] = [
             *asked,
             {"role": "assistant", "content": answer.content},
@@ -113,6 +138,9 @@ def test_a_streamed_call_accumulates_to_the_message(scripted: LiveServer, num_to
         with client.messages.stream(messages=HELLO, **fields) as stream:
             final = stream.get_final_message()
     assert final.stop_reason == whole.stop_reason
-    calls = [[(block.name, block.input) for block in message.content if block.type == "tool_use"] for message in (whole, final)]
+    calls = [
+        [(block.name, block.input) for block in message.content if block.type == "tool_use"]
+        for message in (whole, final)
+    ]
     assert calls[0] == calls[1]
     assert len(calls[0]) == (num_tokens > 30)

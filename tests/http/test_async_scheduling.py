@@ -1,4 +1,5 @@
-"""The server with --async-scheduling, on a CPU, where it is off by default: answers, usage and counts are those without it."""
+"""The server with --async-scheduling, on a CPU, where it is off by default: answers, usage and counts are
+those without it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,7 +62,9 @@ def server(folder: Path) -> Iterator[LiveServer]:
         yield live
 
 
-def test_answers_usage_and_counts_are_the_same(server: LiveServer, expected: tuple[list[Answer], float]) -> None:
+def test_answers_usage_and_counts_are_the_same(
+    server: LiveServer, expected: tuple[list[Answer], float]
+) -> None:
     ahead = Ahead(server)
     answers = at_once(lambda body: ask(server, body), BODIES)
     assert answers == expected[0]
@@ -72,7 +75,13 @@ def test_answers_usage_and_counts_are_the_same(server: LiveServer, expected: tup
 
 
 def test_a_client_that_leaves_while_a_step_is_under_way_leaves_no_block(server: LiveServer) -> None:
-    body = {"prompt": ids(40, seed=50), "max_tokens": 500, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {
+        "prompt": ids(40, seed=50),
+        "max_tokens": 500,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
     with server.client.stream("POST", COMPLETIONS, json=body) as response:
         events = response.iter_lines()
         for _ in range(5):

@@ -1,6 +1,6 @@
-"""Behind nginx as it comes, buffering and compressing what it may: a stream still arrives token by token, and a client that
-leaves is noticed. ``make nginx-test`` brings the program; where it is missing the tests are skipped, unless
-GEMSERVE_NEEDS_NGINX is set."""
+"""Behind nginx as it comes, buffering and compressing what it may: a stream still arrives token by token, and
+a client that leaves is noticed. ``make nginx-test`` brings the program; where it is missing the tests are
+skipped, unless GEMSERVE_NEEDS_NGINX is set."""
 
 import os
 import shutil
@@ -112,7 +112,9 @@ def test_tokens_arrive_while_later_ones_are_not_made_yet(
     upstream.wait_for(upstream.is_idle)
 
 
-def test_a_client_that_leaves_is_noticed(proxy: httpx.Client, upstream: LiveServer, runner: FakeRunner) -> None:
+def test_a_client_that_leaves_is_noticed(
+    proxy: httpx.Client, upstream: LiveServer, runner: FakeRunner
+) -> None:
     runner.released.clear()
     before = upstream.outcomes("client_disconnect")
     body = {"prompt": [BOS, *[HANG] * 4], "max_tokens": 400, "temperature": 0, "stream": True}

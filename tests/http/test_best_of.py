@@ -17,7 +17,9 @@ def mean(choice: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"stop": "e"}])
-def test_the_likeliest_choices_are_returned_best_first(server: LiveServer, n: int, options: dict[str, Any]) -> None:
+def test_the_likeliest_choices_are_returned_best_first(
+    server: LiveServer, n: int, options: dict[str, Any]
+) -> None:
     everything = server.complete(**DRAWN, n=6, logprobs=0, **options)
     best = server.complete(**DRAWN, n=n, best_of=6, logprobs=0, **options)
     expected = []

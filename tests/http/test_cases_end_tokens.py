@@ -1,4 +1,5 @@
-"""Every end token of the model ends an answer, on both endpoints and streamed or not, and none of them is ever shown."""
+"""Every end token of the model ends an answer, on both endpoints and streamed or not, and none of them is
+ever shown."""
 
 import json
 from typing import Any
@@ -24,7 +25,9 @@ def answer(server: LiveServer, path: str, stream: bool, **options: Any) -> tuple
     assert events[-2:] == ["data: [DONE]", ""]
     chunks = [json.loads(event[len("data: ") :]) for event in events[:-2]]
     choices = [chunk["choices"][0] for chunk in chunks[:-1]]
-    texts = [choice["text"] if path == COMPLETIONS else choice["delta"].get("content", "") for choice in choices]
+    texts = [
+        choice["text"] if path == COMPLETIONS else choice["delta"].get("content", "") for choice in choices
+    ]
     return "".join(texts), choices[-1]["finish_reason"], chunks[-1]["usage"]["completion_tokens"]
 
 
@@ -46,14 +49,20 @@ def test_every_end_token_stops_and_counts_and_min_tokens_puts_each_off(
 def test_the_name_of_an_end_token_as_stop_string_changes_nothing(server: LiveServer, path: str) -> None:
     options = {"max_tokens": 12, "temperature": 0}
     for stream in (False, True):
-        assert answer(server, path, stream, **options, stop="<end_of_turn>") == answer(server, path, False, **options)
+        assert answer(server, path, stream, **options, stop="<end_of_turn>") == answer(
+            server, path, False, **options
+        )
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_on_the_very_last_token_is_a_stop_not_the_limit(server: LiveServer, stream: bool) -> None:
+def test_a_stop_string_on_the_very_last_token_is_a_stop_not_the_limit(
+    server: LiveServer, stream: bool
+) -> None:
     full, _, _ = answer(server, COMPLETIONS, False, max_tokens=9, temperature=0)
     for length in range(1, 4):
-        text, reason, count = answer(server, COMPLETIONS, stream, max_tokens=9, temperature=0, stop=full[-length:])
+        text, reason, count = answer(
+            server, COMPLETIONS, stream, max_tokens=9, temperature=0, stop=full[-length:]
+        )
         assert reason == "stop"
         assert text == full[: full.find(full[-length:])]
         assert count <= 9
@@ -63,6 +72,8 @@ def test_min_tokens_puts_off_stop_strings_too(server: LiveServer) -> None:
     full, _, _ = answer(server, COMPLETIONS, False, max_tokens=40, temperature=0)
     repeated = next(character for character in full if full.count(character) > 1 and character.isalpha())
     early = answer(server, COMPLETIONS, False, max_tokens=40, temperature=0, stop=repeated)
-    late = answer(server, COMPLETIONS, False, max_tokens=40, temperature=0, stop=repeated, min_tokens=early[2])
+    late = answer(
+        server, COMPLETIONS, False, max_tokens=40, temperature=0, stop=repeated, min_tokens=early[2]
+    )
     assert early[2] < late[2]
     assert late[0].startswith(early[0] + repeated)

@@ -1,5 +1,5 @@
-"""A small random model behind the whole server: what a head with more rows than the tokenizer has tokens may never do, and how
-text and ids are encoded on their way in."""
+"""A small random model behind the whole server: what a head with more rows than the tokenizer has tokens may
+never do, and how text and ids are encoded on their way in."""
 
 import json
 import re
@@ -29,8 +29,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     from server.loading.load import load_engine
 
     folder = write_tiny_folder(tmp_path_factory.mktemp("tiny"))
-    settings: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": 2**25, "max_model_len": 1024, "debug_invariants": True}
-    with live_server(load_engine, wait=False, model=str(folder), cache_dir=folder / "cache", **settings) as server:
+    settings: dict[str, Any] = {
+        "dtype": "float32",
+        "kv_cache_memory": 2**25,
+        "max_model_len": 1024,
+        "debug_invariants": True,
+    }
+    with live_server(
+        load_engine, wait=False, model=str(folder), cache_dir=folder / "cache", **settings
+    ) as server:
         server.wait_for(lambda: server.client.get("/health").status_code == 200, seconds=60)
         yield server
 
@@ -39,15 +46,26 @@ def test_ids_without_a_token_are_never_sampled_nor_named(tiny: LiveServer) -> No
     assert VOCAB_SIZE > NUM_TOKENS
     known = {token.replace("▁", " ") for token in LIBRARY.get_vocab()}
     tried = tiny.complete(
-        prompt="Hello", max_tokens=100, temperature=2, seed=3, logprobs=5, ignore_eos=True, logit_bias={str(VOCAB_SIZE - 1): 100}
+        prompt="Hello",
+        max_tokens=100,
+        temperature=2,
+        seed=3,
+        logprobs=5,
+        ignore_eos=True,
+        logit_bias={str(VOCAB_SIZE - 1): 100},
     )
     logprobs = tried["choices"][0]["logprobs"]
     assert len(logprobs["tokens"]) == 100
     names = {name for top in logprobs["top_logprobs"] for name in top}
     assert "" not in names
     assert names <= known | {"\ufffd"} | {chr(byte) for byte in range(128)}
-    tiny.complete(prompt="Hello", max_tokens=3, min_tokens=2, stop_token_ids=[VOCAB_SIZE - 1], repetition_penalty=1.5)
-    for body in ({"prompt": [BOS, NUM_TOKENS]}, {"prompt": [BOS, NUM_TOKENS], "echo": True, "logprobs": 0, "max_tokens": 0}):
+    tiny.complete(
+        prompt="Hello", max_tokens=3, min_tokens=2, stop_token_ids=[VOCAB_SIZE - 1], repetition_penalty=1.5
+    )
+    for body in (
+        {"prompt": [BOS, NUM_TOKENS]},
+        {"prompt": [BOS, NUM_TOKENS], "echo": True, "logprobs": 0, "max_tokens": 0},
+    ):
         assert tiny.refused(COMPLETIONS, body)["param"] == "prompt"
 
 
@@ -79,7 +97,9 @@ def test_control_tokens_typed_by_a_user_forge_no_turn(tiny: LiveServer) -> None:
     assert set(control) <= set(LIBRARY.encode(forged, add_special_tokens=False).ids)
 
 
-def test_32_streams_of_different_lengths_get_what_each_gets_alone_and_give_every_block_back(tiny: LiveServer) -> None:
+def test_32_streams_of_different_lengths_get_what_each_gets_alone_and_give_every_block_back(
+    tiny: LiveServer,
+) -> None:
     bodies = [
         {
             "prompt": [BOS, *(20 + (7 * i + j) % 300 for j in range(1 + 11 * i))],

@@ -1,5 +1,5 @@
-"""What peers got wrong about single parameters, where no other test shows that it is right here; the numbers are those of the
-collected reports."""
+"""What peers got wrong about single parameters, where no other test shows that it is right here; the numbers
+are those of the collected reports."""
 
 import json
 import re
@@ -19,7 +19,9 @@ RARE = "\uad2d"  # three byte tokens
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_25_a_rare_character_that_is_forced_streams_whole(server: LiveServer, path: str) -> None:
     text = f"{RARE} " * 12
-    body: dict[str, Any] = {"prompt": "a"} if path == COMPLETIONS else {"messages": MESSAGES, "logprobs": True}
+    body: dict[str, Any] = (
+        {"prompt": "a"} if path == COMPLETIONS else {"messages": MESSAGES, "logprobs": True}
+    )
     body |= {"guided_regex": f"({RARE} ){{12}}", "max_tokens": 100}
     chunks = chunks_of(server, path, body)
     assert joined(path, chunks) == text
@@ -45,16 +47,22 @@ def test_36_a_wrong_bias_is_refused_and_a_neighbour_streams_on(server: LiveServe
     body = {"prompt": "Hello", "max_tokens": 150, "temperature": 1, "seed": 8}
     expected = server.complete(**body)["choices"][0]["text"]
     answers: list[str] = []
-    neighbour = threading.Thread(target=lambda: answers.append(joined(COMPLETIONS, chunks_of(server, COMPLETIONS, body))))
+    neighbour = threading.Thread(
+        target=lambda: answers.append(joined(COMPLETIONS, chunks_of(server, COMPLETIONS, body)))
+    )
     neighbour.start()
     for value in BIASES:
         content = f'{{"prompt": "a", "logit_bias": {{"5": {value}}}}}'
-        response = server.client.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
+        response = server.client.post(
+            COMPLETIONS, content=content, headers={"content-type": "application/json"}
+        )
         assert response.status_code == 400, response.text
         error = error_of(response)
         assert value in ("NaN", "1e999") or error["param"] == "logit_bias.5"
     for key in (str(VOCAB_SIZE), "-1", "1.5", "abc", " 7"):
-        assert server.refused(COMPLETIONS, {"prompt": "a", "logit_bias": {key: 1}})["param"].startswith("logit_bias")
+        assert server.refused(COMPLETIONS, {"prompt": "a", "logit_bias": {key: 1}})["param"].startswith(
+            "logit_bias"
+        )
     neighbour.join()
     assert answers == [expected]
 
@@ -70,13 +78,17 @@ def test_36_none_is_no_bias_and_the_extremes_force_and_ban(server: LiveServer) -
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    "prompt", ["Your answer: Yes", [BOS, 400, 401, 402], ["Yes", "Your answer: No"], [[BOS, 400], [BOS, FIRST_BYTE]]], ids=str
+    "prompt",
+    ["Your answer: Yes", [BOS, 400, 401, 402], ["Yes", "Your answer: No"], [[BOS, 400], [BOS, FIRST_BYTE]]],
+    ids=str,
 )
 def test_38_scoring_calls_of_every_form(server: LiveServer, prompt: Any, stream: bool) -> None:
     body = {"prompt": prompt, "max_tokens": 0, "logprobs": 1, "echo": True}
     whole = server.complete(**body)
     assert whole["usage"]["completion_tokens"] == 0
-    assert len(whole["choices"]) == (len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1)
+    assert len(whole["choices"]) == (
+        len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1
+    )
     for choice in whole["choices"]:
         assert choice["finish_reason"] == "length"
         lists = choice["logprobs"]
@@ -97,7 +109,10 @@ def test_40_temperature_zero_wins_over_top_p_and_small_ones_are_finite(server: L
     body = {"prompt": "Hello", "max_tokens": 20, "seed": 4}
     greedy = server.complete(**body, temperature=0)["choices"]
     assert server.complete(**body, temperature=0.0, top_p=0.5)["choices"] == greedy
-    assert server.complete(**body, temperature=None)["choices"] == server.complete(**body, temperature=1)["choices"]
+    assert (
+        server.complete(**body, temperature=None)["choices"]
+        == server.complete(**body, temperature=1)["choices"]
+    )
     small = server.complete(**body, temperature=1e-3, logprobs=1)["choices"][0]
     assert all(-10_000 < value <= 0 for value in small["logprobs"]["token_logprobs"])
 
@@ -106,14 +121,17 @@ def test_42_a_seed_beyond_the_range_harms_no_neighbour(server: LiveServer) -> No
     body = {"prompt": "Hello", "max_tokens": 100, "temperature": 1}
     expected = server.complete(**body, seed=2**63 - 1)["choices"]
     answers: list[Any] = []
-    neighbour = threading.Thread(target=lambda: answers.append(server.complete(**body, seed=2**63 - 1)["choices"]))
+    neighbour = threading.Thread(
+        target=lambda: answers.append(server.complete(**body, seed=2**63 - 1)["choices"])
+    )
     neighbour.start()
     for seed in (2**63, 2**64, -(2**63) - 1):
         assert server.refused(COMPLETIONS, {**body, "seed": seed})["param"] == "seed"
     neighbour.join()
     assert answers == [expected]
     drawn = {
-        json.dumps(server.complete(**{**body, "max_tokens": 16}, seed=seed)["choices"]) for seed in (0, 1, 2**32, 2**32 + 1, -1)
+        json.dumps(server.complete(**{**body, "max_tokens": 16}, seed=seed)["choices"])
+        for seed in (0, 1, 2**32, 2**32 + 1, -1)
     }
     assert len(drawn) == 5
 
@@ -130,13 +148,21 @@ def test_47_an_empty_message_is_a_message(server: LiveServer) -> None:
     ]
     assert server.chat(messages=turns, max_tokens=2)["usage"]["completion_tokens"] == 2
     assert (
-        server.refused(CHAT, {"messages": [*MESSAGES, {"role": "assistant", "content": None}]})["param"] == "messages[1].content"
+        server.refused(CHAT, {"messages": [*MESSAGES, {"role": "assistant", "content": None}]})["param"]
+        == "messages[1].content"
     )
 
 
 def test_52_a_small_document_has_no_blanks_and_completes(server: LiveServer) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 20}, "b": {"type": "integer"}}}
-    body = {"temperature": 0, "max_tokens": 300, "guided_json": {**schema, "required": ["a", "b"], "additionalProperties": False}}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "maxLength": 20}, "b": {"type": "integer"}},
+    }
+    body = {
+        "temperature": 0,
+        "max_tokens": 300,
+        "guided_json": {**schema, "required": ["a", "b"], "additionalProperties": False},
+    }
     reasons = set()
     for start in range(20):
         choice = server.complete(prompt=f"Answer {start}\n\n\n", **body)["choices"][0]

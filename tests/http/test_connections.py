@@ -1,5 +1,5 @@
-"""Connections are bounded: idle ones make room for new ones, and what is beyond them is refused; idle ones live longer than those
-in the pools of clients."""
+"""Connections are bounded: idle ones make room for new ones, and what is beyond them is refused; idle ones
+live longer than those in the pools of clients."""
 
 import contextlib
 import socket
@@ -92,11 +92,16 @@ def test_a_flood_of_connections_is_closed(small: LiveServer) -> None:
 
 def busy(server: LiveServer) -> list[object]:
     """Connections that have begun to send a request."""
-    return [connection for connection in list(server.connections) if getattr(connection, "_part", "none") != "none"]
+    return [
+        connection
+        for connection in list(server.connections)
+        if getattr(connection, "_part", "none") != "none"
+    ]
 
 
 def test_idle_connections_outlive_the_pools_of_clients() -> None:
-    """Common clients keep idle connections for up to a minute; one that the server closes first meets a request half-way."""
+    """Common clients keep idle connections for up to a minute; one that the server closes first meets a
+    request half-way."""
     assert Settings().keep_alive_timeout == 75
     with live_server(keep_alive_timeout=1, read_timeout=300) as short, connect(short) as connection:
         connection.sendall(GET)
@@ -106,7 +111,9 @@ def test_idle_connections_outlive_the_pools_of_clients() -> None:
         for _ in range(2):
             connection.sendall(GET)
             assert answer(connection).startswith(b"HTTP/1.1 200")
-            connection.settimeout(2)  # more than the time that a head may take, which does not count in between
+            connection.settimeout(
+                2
+            )  # more than the time that a head may take, which does not count in between
             with pytest.raises(TimeoutError):
                 connection.recv(1)
             connection.settimeout(60)

@@ -1,4 +1,5 @@
-"""A request ends when its client would no longer wait: queued work is dropped unstarted, running work is stopped."""
+"""A request ends when its client would no longer wait: queued work is dropped unstarted, running work is
+stopped."""
 
 import json
 import time
@@ -52,7 +53,9 @@ def test_queued_work_is_dropped_unstarted(
 
 
 def test_a_prefill_is_stopped(slow_server: LiveServer) -> None:
-    assert_timed_out(slow_server.post(COMPLETIONS, {"prompt": [9] * 4000, "stream": True}, headers={HEADER: "0.2"}))
+    assert_timed_out(
+        slow_server.post(COMPLETIONS, {"prompt": [9] * 4000, "stream": True}, headers={HEADER: "0.2"})
+    )
     slow_server.wait_for(slow_server.is_idle)
 
 
@@ -84,11 +87,15 @@ def test_the_earlier_of_header_and_field_holds(slow_server: LiveServer) -> None:
 
 
 def test_an_answer_in_time_is_an_answer(slow_server: LiveServer) -> None:
-    response = slow_server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 3, "timeout": 20}, headers={HEADER: "20.5"})
+    response = slow_server.post(
+        COMPLETIONS, {"prompt": "a", "max_tokens": 3, "timeout": 20}, headers={HEADER: "20.5"}
+    )
     assert response.status_code == 200
 
 
-def test_the_time_in_the_queue_of_the_encoder_counts(slow_server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_in_the_queue_of_the_encoder_counts(
+    slow_server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokenizer = slow_server.app.state.server.loaded.tokenizer
     encode = tokenizer.encode
 
@@ -113,7 +120,12 @@ def test_a_header_that_is_no_time_is_refused(server: LiveServer, value: str) -> 
 
 @pytest.mark.parametrize(
     ("value", "code"),
-    [(0, "decimal_below_min_value"), (1e9, "decimal_above_max_value"), ("5", "invalid_type"), (True, "invalid_type")],
+    [
+        (0, "decimal_below_min_value"),
+        (1e9, "decimal_above_max_value"),
+        ("5", "invalid_type"),
+        (True, "invalid_type"),
+    ],
 )
 def test_a_field_that_is_no_time_is_refused(server: LiveServer, value: object, code: str) -> None:
     error = server.refused(COMPLETIONS, {"prompt": "a", "timeout": value})
@@ -138,7 +150,9 @@ def test_the_hint_never_ends_work_that_has_begun(slow_server: LiveServer, hint: 
 
 def test_the_hint_does_not_hold_for_streams_that_get_comments_or_have_other_choices() -> None:
     def until(patience: float, stream: bool, num_sequences: int = 1, at: float | None = None) -> float | None:
-        return Deadline(at, patience, 100.0).queue_deadline(stream=stream, num_sequences=num_sequences, keep_alive_seconds=15.0)
+        return Deadline(at, patience, 100.0).queue_deadline(
+            stream=stream, num_sequences=num_sequences, keep_alive_seconds=15.0
+        )
 
     assert until(10, stream=True) == 110
     assert until(15, stream=True) is None

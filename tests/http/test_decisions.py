@@ -1,4 +1,5 @@
-"""/v1/decisions over raw HTTP and through OpenAI's client: the model's own distribution over the options of typed questions."""
+"""/v1/decisions over raw HTTP and through OpenAI's client: the model's own distribution over the options of
+typed questions."""
 
 import math
 from typing import Any
@@ -38,10 +39,18 @@ def decide(server: LiveServer, questions: list[Any], **fields: Any) -> dict[str,
     return answer
 
 
-def expected(server: LiveServer, text: str, labels: list[int], before: list[dict[str, Any]] | None = None) -> list[float]:
+def expected(
+    server: LiveServer, text: str, labels: list[int], before: list[dict[str, Any]] | None = None
+) -> list[float]:
     """The distribution over labels at the first token of the chat that asks the same."""
     messages = [*(before or [{"role": "user", "content": INPUT}]), {"role": "user", "content": text}]
-    body = {"messages": messages, "max_tokens": 1, "temperature": 0, "logprobs": True, "logprob_token_ids": labels}
+    body = {
+        "messages": messages,
+        "max_tokens": 1,
+        "temperature": 0,
+        "logprobs": True,
+        "logprob_token_ids": labels,
+    }
     entry = server.chat(**body)["choices"][0]["logprobs"]["content"][0]
     weights = [math.exp(item["logprob"]) for item in entry["top_logprobs"]]
     assert len(weights) == len(labels)
@@ -61,27 +70,35 @@ def test_answers_are_the_models_distribution_over_the_options(server: LiveServer
         "name": "refund",
         "probability": pytest.approx(expected(server, text, ids("Y", "N"))[0], abs=1e-9),
     }
-    text = (
-        "Which team?\n\nWhich of these is right? Answer with its label, and nothing else.\nA: billing\nB: true (a yes)\nC: true"
-    )
+    text = "Which team?\n\nWhich of these is right? Answer with its label, and nothing else.\nA: billing\nB: true (a yes)\nC: true"
     found = expected(server, text, ids("A", "B", "C"))
     assert [item["value"] for item in choice["probabilities"]] == ["billing", True, "true"]
     assert [item["probability"] for item in choice["probabilities"]] == pytest.approx(found, abs=1e-9)
     best = max(range(3), key=lambda index: found[index])
-    assert (choice["type"], choice["name"], choice["choice"]) == ("choice", None, ["billing", True, "true"][best])
+    assert (choice["type"], choice["name"], choice["choice"]) == (
+        "choice",
+        None,
+        ["billing", True, "true"][best],
+    )
     assert choice["confidence"] == pytest.approx(found[best], abs=1e-9)
     text = (
         "How urgent?\n\nWhich of these levels is right? They go from the lowest to the highest. Answer with its label, and "
         "nothing else.\nA: low\nB: middle\nC: high (now)"
     )
     found = expected(server, text, ids("A", "B", "C"))
-    assert [(item["label"], item["value"]) for item in score["probabilities"]] == [("low", 0), ("middle", 1), ("high", 2)]
+    assert [(item["label"], item["value"]) for item in score["probabilities"]] == [
+        ("low", 0),
+        ("middle", 1),
+        ("high", 2),
+    ]
     assert score["score"] == pytest.approx(found[1] + 2 * found[2], abs=1e-9)
     assert score["confidence"] == pytest.approx(max(found), abs=1e-9)
     assert score["name"] == "urgency"
 
 
-def test_answers_come_in_the_order_of_the_questions_and_do_not_depend_on_each_other(server: LiveServer) -> None:
+def test_answers_come_in_the_order_of_the_questions_and_do_not_depend_on_each_other(
+    server: LiveServer,
+) -> None:
     questions = [PREDICATE, SCORE, CHOICE, SCORE, PREDICATE] * 4
     together = decide(server, questions)["answers"]
     alone = [decide(server, [question])["answers"][0] for question in (PREDICATE, SCORE, CHOICE)]
@@ -91,19 +108,28 @@ def test_answers_come_in_the_order_of_the_questions_and_do_not_depend_on_each_ot
 def test_the_input_is_a_conversation_of_text_json_and_calls(server: LiveServer) -> None:
     text = "The customer wants money back.\n\nIs this true? Answer with Y or N, and nothing else."
     items: list[Any] = [
-        {"role": "user", "content": [{"type": "input_text", "text": "Look:"}, {"type": "input_json", "data": [{"a": 1}]}]},
+        {
+            "role": "user",
+            "content": [{"type": "input_text", "text": "Look:"}, {"type": "input_json", "data": [{"a": 1}]}],
+        },
         CALL,
         {"type": "function_call_output", "call_id": "c", "output": "done"},
     ]
     called = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     before = [
-        {"role": "user", "content": [{"type": "text", "text": "Look:"}, {"type": "text", "text": '[{"a":1}]'}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Look:"}, {"type": "text", "text": '[{"a":1}]'}],
+        },
         {"role": "assistant", "content": "", "tool_calls": [called]},
         {"role": "tool", "tool_call_id": "c", "content": "done"},
     ]
     answer = decide(server, [PREDICATE], input=items)["answers"][0]
     assert answer["probability"] == pytest.approx(expected(server, text, ids("Y", "N"), before)[0], abs=1e-9)
-    parts = [{"type": "input_text", "text": "The customer wants"}, {"type": "input_json", "data": {"money": "back"}}]
+    parts = [
+        {"type": "input_text", "text": "The customer wants"},
+        {"type": "input_json", "data": {"money": "back"}},
+    ]
     assert decide(server, [{**PREDICATE, "instructions": parts}])["answers"][0]["type"] == "predicate"
 
 
@@ -115,7 +141,9 @@ def test_usage_and_metrics_count_every_question(server: LiveServer) -> None:
     assert first["total_tokens"] == first["input_tokens"] + 2
     assert again["input_tokens"] == first["input_tokens"]
     assert again["input_tokens_details"]["cached_tokens"] > first["input_tokens_details"]["cached_tokens"]
-    assert server.metric("requests_total", endpoint="decisions", stream="false", outcome="length") == before + 2
+    assert (
+        server.metric("requests_total", endpoint="decisions", stream="false", outcome="length") == before + 2
+    )
     server.wait_for(server.is_idle)
 
 
@@ -126,7 +154,12 @@ def test_the_official_client(server: LiveServer) -> None:
             input=INPUT,
             questions=[
                 {"type": "predicate", "instructions": "a"},
-                {"type": "choice", "instructions": "b", "name": "n", "choices": [{"value": "x"}, {"value": False}]},
+                {
+                    "type": "choice",
+                    "instructions": "b",
+                    "name": "n",
+                    "choices": [{"value": "x"}, {"value": False}],
+                },
                 {"type": "score", "instructions": "c", "levels": [{"label": "l"}, {"label": "h"}]},
             ],
             prompt_cache_key="k",
@@ -142,9 +175,17 @@ def test_the_official_client(server: LiveServer) -> None:
 
 
 def test_what_has_no_meaning_is_named(server: LiveServer) -> None:
-    fields = {"prompt_cache_key": "k", "prompt_cache_options": {"mode": "explicit"}, "safety_identifier": "s", "moon": 1}
+    fields = {
+        "prompt_cache_key": "k",
+        "prompt_cache_options": {"mode": "explicit"},
+        "safety_identifier": "s",
+        "moon": 1,
+    }
     response = server.post(DECISIONS, {"input": "a", "questions": [PREDICATE], **fields})
-    assert response.headers["x-gemserve-ignored-parameters"] == "moon, prompt_cache_key, prompt_cache_options, safety_identifier"
+    assert (
+        response.headers["x-gemserve-ignored-parameters"]
+        == "moon, prompt_cache_key, prompt_cache_options, safety_identifier"
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,15 +207,27 @@ def test_what_has_no_meaning_is_named(server: LiveServer) -> None:
         ({"questions": [{**SCORE, "levels": SCORE["levels"][:1]}]}, "questions[0].levels"),
         ({"questions": [{**SCORE, "levels": [{"label": str(i)} for i in range(11)]}]}, "questions[0].levels"),
         ({"questions": [{**CHOICE, "choices": [{"value": "a"}, {"value": "a"}]}]}, "questions[0].choices"),
-        ({"questions": [{**CHOICE, "choices": [{"value": "a"}, {"value": 1}]}]}, "questions[0].choices[1].value"),
-        ({"questions": [{**CHOICE, "choices": [{"value": "a"}, {"value": "x" * 5000}]}]}, "questions[0].choices[1].value"),
-        ({"questions": [{**CHOICE, "choices": [{"value": str(i)} for i in range(256)]}]}, "questions[0].choices"),
+        (
+            {"questions": [{**CHOICE, "choices": [{"value": "a"}, {"value": 1}]}]},
+            "questions[0].choices[1].value",
+        ),
+        (
+            {"questions": [{**CHOICE, "choices": [{"value": "a"}, {"value": "x" * 5000}]}]},
+            "questions[0].choices[1].value",
+        ),
+        (
+            {"questions": [{**CHOICE, "choices": [{"value": str(i)} for i in range(256)]}]},
+            "questions[0].choices",
+        ),
         # The fake's vocabulary has 62 labels.
         ({"questions": [{**CHOICE, "choices": [{"value": str(i)} for i in range(63)]}]}, "questions[0]"),
         ({"input": None}, "input"),
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]}, "input[0].content"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]},
+            "input[0].content",
+        ),
         ({"input": [{"role": "user", "content": [{"type": "input_json", "data": [1]}]}]}, "input"),
         ({"input": [{"type": "custom_tool_call", "call_id": "c", "input": "x", "name": "f"}]}, "input[0]"),
         ({"input": [{"role": "assistant", "content": "a"}]}, "input[0].role"),
@@ -184,7 +237,10 @@ def test_what_has_no_meaning_is_named(server: LiveServer) -> None:
         ({"input": [{**CALL, "name": "f" * 500}] * 90, "questions": [PREDICATE] * 400}, "questions"),
         ({"input": [{"role": "user", "content": [HIDDEN]}], "questions": [PREDICATE] * 400}, "questions"),
         ({"input": [{"role": "user", "content": ""}] * 2000, "questions": [PREDICATE] * 400}, "questions"),
-        ({"input": [{"role": "user", "content": [EMPTY] * 2000}], "questions": [PREDICATE] * 400}, "questions"),
+        (
+            {"input": [{"role": "user", "content": [EMPTY] * 2000}], "questions": [PREDICATE] * 400},
+            "questions",
+        ),
         ({"stream": True}, "stream"),
     ],
     ids=lambda value: str(value)[:60],
@@ -215,5 +271,8 @@ def test_a_model_that_is_not_served(server: LiveServer) -> None:
 def test_strict_roles_take_a_question_behind_the_users_turn(strict_server: LiveServer) -> None:
     assert decide(strict_server, [PREDICATE])["answers"][0]["type"] == "predicate"
     turns = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
-    assert strict_server.refused(DECISIONS, {"input": turns, "questions": [PREDICATE]})["param"] == "input[1].role"
+    assert (
+        strict_server.refused(DECISIONS, {"input": turns, "questions": [PREDICATE]})["param"]
+        == "input[1].role"
+    )
     assert strict_server.post(CHAT, {"messages": turns}).status_code == 400

@@ -1,4 +1,5 @@
-"""A client that leaves stops the work at once, whatever state it is in, with the id and key middlewares active."""
+"""A client that leaves stops the work at once, whatever state it is in, with the id and key middlewares
+active."""
 
 import asyncio
 import json
@@ -98,7 +99,9 @@ def test_while_queued(slow_server: LiveServer, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_while_its_prompt_is_encoded(slow_server: LiveServer, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+def test_while_its_prompt_is_encoded(
+    slow_server: LiveServer, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
     begun, go_on = threading.Event(), threading.Event()
     tokenizer = slow_server.app.state.server.loaded.tokenizer
     encode = tokenizer.encode
@@ -130,7 +133,9 @@ def test_in_an_unstreamed_call(slow_server: LiveServer) -> None:
 def test_with_another_request_behind_it_on_the_same_connection(slow_server: LiveServer) -> None:
     before, started = disconnects(slow_server), slow_server.metric("prompt_tokens_total")
     with open_request(slow_server, {"prompt": [9] * 5, "max_tokens": 4000, "stream": True}) as connection:
-        connection.sendall(f"GET /health HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n\r\n".encode())
+        connection.sendall(
+            f"GET /health HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n\r\n".encode()
+        )
         read_chunks(connection, 3)
     assert_idle_within_a_second(slow_server)
     assert disconnects(slow_server) == before + 1
@@ -140,14 +145,18 @@ def test_with_another_request_behind_it_on_the_same_connection(slow_server: Live
 def test_in_the_middle_of_its_body(slow_server: LiveServer) -> None:
     with socket.create_connection(("127.0.0.1", slow_server.port)) as connection:
         head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n"
-        connection.sendall(f'{head}content-type: application/json\r\ncontent-length: 100\r\n\r\n{{"prompt":'.encode())
+        connection.sendall(
+            f'{head}content-type: application/json\r\ncontent-length: 100\r\n\r\n{{"prompt":'.encode()
+        )
         time.sleep(0.05)
     assert_idle_within_a_second(slow_server)
     assert slow_server.metric("http_requests_in_flight", route="/v1/completions") == 0
 
 
 def test_thirty_streams_closed_at_once_leave_nothing(slow_server: LiveServer) -> None:
-    connections = [open_request(slow_server, {"prompt": "a", "max_tokens": 4000, "stream": True}) for _ in range(30)]
+    connections = [
+        open_request(slow_server, {"prompt": "a", "max_tokens": 4000, "stream": True}) for _ in range(30)
+    ]
     slow_server.wait_for(lambda: slow_server.metric("requests_waiting") == 28)
     for connection in connections:
         connection.close()
@@ -155,14 +164,18 @@ def test_thirty_streams_closed_at_once_leave_nothing(slow_server: LiveServer) ->
 
 
 def test_three_hundred_clients_that_leave_at_any_moment_leave_nothing() -> None:
-    """While queued, in the middle of a prefill, after 1, 5 or 50 tokens, in the step in which the answer ends; by a reset or not.
-    The judge is a request that needs nearly all of the cache."""
+    """While queued, in the middle of a prefill, after 1, 5 or 50 tokens, in the step in which the answer
+    ends; by a reset or not. The judge is a request that needs nearly all of the cache."""
 
     def leaves(choose: random.Random) -> Leave | None:
         if choose.random() < 0.1:
             return None
         events = choose.choice((0, 1, 5, 50, NEVER))
-        return Leave(events, choose.choice((0.0, 0.005, 0.05, 0.5)) if events == NEVER else 60.0, reset=choose.random() < 0.5)
+        return Leave(
+            events,
+            choose.choice((0.0, 0.005, 0.05, 0.5)) if events == NEVER else 60.0,
+            reset=choose.random() < 0.5,
+        )
 
     async def crowd(port: int) -> Counter[bool]:
         choose, at_once = random.Random(23), asyncio.Semaphore(40)
@@ -175,10 +188,14 @@ def test_three_hundred_clients_that_leave_at_any_moment_leave_nothing() -> None:
                 "n": choose.choice((1, 1, 2)),
             }
             leave = (
-                leaves(choose) if body["stream"] else Leave(NEVER, choose.choice((0.0, 0.005, 0.05)), reset=choose.random() < 0.5)
+                leaves(choose)
+                if body["stream"]
+                else Leave(NEVER, choose.choice((0.0, 0.005, 0.05)), reset=choose.random() < 0.5)
             )
             async with at_once:
-                return (await send(port, "/v1/completions", json.dumps(body).encode(), f"r{number}", leave)).left
+                return (
+                    await send(port, "/v1/completions", json.dumps(body).encode(), f"r{number}", leave)
+                ).left
 
         return Counter(await asyncio.gather(*(client(number) for number in range(300))))
 

@@ -1,4 +1,5 @@
-"""POST /v1/embeddings over raw HTTP and through the official client; the fake model's states tell which tokens were pooled."""
+"""POST /v1/embeddings over raw HTTP and through the official client; the fake model's states tell which
+tokens were pooled."""
 
 import base64
 from collections.abc import Iterator
@@ -8,7 +9,15 @@ import numpy as np
 import openai
 import pytest
 
-from tests.fakes import BOS, FIRST_TEXT, HIDDEN_SIZE, FakeRunner, fake_engine_factory, fake_tokenizer, hidden_state
+from tests.fakes import (
+    BOS,
+    FIRST_TEXT,
+    HIDDEN_SIZE,
+    FakeRunner,
+    fake_engine_factory,
+    fake_tokenizer,
+    hidden_state,
+)
 from tests.http.live_server import LiveServer, live_server
 
 EMBEDDINGS = "/v1/embeddings"
@@ -97,7 +106,9 @@ def test_inputs_are_cut_only_where_asked(server: LiveServer) -> None:
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "integer_below_min_value"),
     ],
 )
-def test_a_wrong_request_is_a_400_that_names_the_field(server: LiveServer, body: dict[str, Any], param: str, code: str) -> None:
+def test_a_wrong_request_is_a_400_that_names_the_field(
+    server: LiveServer, body: dict[str, Any], param: str, code: str
+) -> None:
     error = server.refused(EMBEDDINGS, body)
     assert (error["param"], error["code"]) == (param, code)
 
@@ -105,11 +116,16 @@ def test_a_wrong_request_is_a_400_that_names_the_field(server: LiveServer, body:
 def test_the_models_own_number_of_dimensions_and_unknown_names(server: LiveServer) -> None:
     embed(server, input="a", dimensions=HIDDEN_SIZE, user="u")
     assert server.refused(EMBEDDINGS, {"input": "a", "model": "x"}, 404)["code"] == "model_not_found"
-    assert server.post(EMBEDDINGS, {"input": "a", "moon": 1}).headers["x-gemserve-ignored-parameters"] == "moon"
+    assert (
+        server.post(EMBEDDINGS, {"input": "a", "moon": 1}).headers["x-gemserve-ignored-parameters"] == "moon"
+    )
 
 
 def test_embeddings_are_counted_and_nothing_is_left_running(server: LiveServer) -> None:
-    names = [("requests_total", {"endpoint": "embeddings", "outcome": "stop", "stream": "false"}), ("prompt_tokens_total", {})]
+    names = [
+        ("requests_total", {"endpoint": "embeddings", "outcome": "stop", "stream": "false"}),
+        ("prompt_tokens_total", {}),
+    ]
     before = [server.metric(name, **labels) for name, labels in names]
     response = server.post(EMBEDDINGS, {"input": [IDS, IDS[:9]]})
     after = [server.metric(name, **labels) for name, labels in names]
@@ -128,7 +144,9 @@ def small_queue() -> Iterator[LiveServer]:
 
 
 def test_the_limits_of_the_queue_and_deadlines_hold(small_queue: LiveServer) -> None:
-    with small_queue.open_request({"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}) as connection:
+    with small_queue.open_request(
+        {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    ) as connection:
         assert connection.recv(1) == b"H"
         small_queue.wait_for(lambda: small_queue.metric("requests_running") == 1, 60)
         refused = small_queue.post(EMBEDDINGS, {"input": ["a", "b", "c", "d"]})

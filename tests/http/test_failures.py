@@ -1,4 +1,5 @@
-"""Faults of the engine and of the load, as clients and probes see them: an error in every open answer, never a silent cut."""
+"""Faults of the engine and of the load, as clients and probes see them: an error in every open answer, never
+a silent cut."""
 
 import asyncio
 import json
@@ -27,7 +28,9 @@ def test_a_request_that_fails_before_its_first_token_is_a_500(server: LiveServer
     server.check_alive()
 
 
-def test_a_request_that_fails_after_ten_tokens_ends_its_stream_with_an_error_event(server: LiveServer) -> None:
+def test_a_request_that_fails_after_ten_tokens_ends_its_stream_with_an_error_event(
+    server: LiveServer,
+) -> None:
     failed = server.metric("requests_total", endpoint="completions", stream="true", outcome="error")
     faults = server.metric("numerical_faults_total")
     raw = server.post(COMPLETIONS, {"prompt": [BOS, *[POISON] * 11], "max_tokens": 40, "stream": True}).text
@@ -35,7 +38,9 @@ def test_a_request_that_fails_after_ten_tokens_ends_its_stream_with_an_error_eve
     assert events[-2:] == ["data: [DONE]", ""]
     assert set(json.loads(events[-3][6:])["error"]) == {"message", "type", "param", "code"}
     assert all('"finish_reason":null' in event for event in events[:-3])
-    assert server.metric("requests_total", endpoint="completions", stream="true", outcome="error") == failed + 1
+    assert (
+        server.metric("requests_total", endpoint="completions", stream="true", outcome="error") == failed + 1
+    )
     assert server.metric("numerical_faults_total") == faults + 1
     server.check_alive()
 
@@ -45,7 +50,9 @@ def test_a_lack_of_memory_fails_what_does_not_fit_and_nothing_else_in_the_step(n
     with live_server(fake_engine_factory(FakeRunner(step_delay=0.02))) as server:
         expected = server.complete(prompt="a", max_tokens=200, temperature=0)["choices"]
         answers = []
-        neighbour = threading.Thread(target=lambda: answers.append(server.complete(prompt="a", max_tokens=200, temperature=0)))
+        neighbour = threading.Thread(
+            target=lambda: answers.append(server.complete(prompt="a", max_tokens=200, temperature=0))
+        )
         neighbour.start()
         server.wait_for(lambda: server.metric("requests_running") == 1)
         refused = server.post(COMPLETIONS, {"prompt": [BOS, *[HUNGRY] * (num_tokens + 1)], "max_tokens": 40})
@@ -59,7 +66,9 @@ def test_a_lack_of_memory_fails_what_does_not_fit_and_nothing_else_in_the_step(n
         server.check_alive()
 
 
-def test_an_answer_that_cannot_be_written_counts_as_an_error(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_cannot_be_written_counts_as_an_error(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(self: ChoiceAnswer, *args: object) -> bytes:
         raise ValueError("injected")
 
@@ -82,9 +91,13 @@ def test_an_answer_that_cannot_be_written_counts_as_an_error(server: LiveServer,
 
 def test_one_failed_choice_ends_the_others_of_its_request_but_no_other_request(server: LiveServer) -> None:
     answers = []
-    neighbour = threading.Thread(target=lambda: answers.append(server.complete(prompt="a", max_tokens=200, temperature=0)))
+    neighbour = threading.Thread(
+        target=lambda: answers.append(server.complete(prompt="a", max_tokens=200, temperature=0))
+    )
     neighbour.start()
-    raw = server.post(COMPLETIONS, {"prompt": [[BOS, *[POISON] * 5], [BOS]], "max_tokens": 400, "stream": True}).text
+    raw = server.post(
+        COMPLETIONS, {"prompt": [[BOS, *[POISON] * 5], [BOS]], "max_tokens": 400, "stream": True}
+    ).text
     neighbour.join()
     assert '"error"' in raw.split("\n\n")[-3]
     assert answers[0]["usage"]["completion_tokens"] == 200
@@ -96,7 +109,9 @@ def test_a_dead_engine_tells_every_client_and_the_probes() -> None:
     with live_server(fake_engine_factory(FakeRunner(step_delay=0.02)), deaths=deaths) as server:
         answers = []
         neighbour = threading.Thread(
-            target=lambda: answers.append(server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 400, "stream": True}).text)
+            target=lambda: answers.append(
+                server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 400, "stream": True}).text
+            )
         )
         neighbour.start()
         server.wait_for(lambda: server.metric("requests_running") == 1)
@@ -143,7 +158,9 @@ def test_a_step_that_hangs_ends_the_engine_and_tells_every_client(num_tokens: in
     with live_server(fake_engine_factory(runner), deaths=deaths, step_timeout=0.5) as server:
         answers = []
         neighbour = threading.Thread(
-            target=lambda: answers.append(server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 400, "stream": True}).text)
+            target=lambda: answers.append(
+                server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 400, "stream": True}).text
+            )
         )
         neighbour.start()
         server.wait_for(lambda: server.metric("requests_running") == 1)
@@ -176,7 +193,9 @@ def test_a_step_that_takes_long_turns_readiness_off_until_it_is_over(monkeypatch
         assert server.client.get("/health").status_code == 503
         assert server.client.get("/health/live").status_code == 200
         assert server.metric("ready") == 0
-        waiting = threading.Thread(target=lambda: answers.append(server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 3})))
+        waiting = threading.Thread(
+            target=lambda: answers.append(server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 3}))
+        )
         waiting.start()  # it is taken, and waits like the one before
         runner.released.set()
         stuck.join()
@@ -232,7 +251,9 @@ def test_a_server_that_stops_ends_open_streams_with_an_error_event() -> None:
     answers = []
     with live_server(fake_engine_factory(FakeRunner(step_delay=0.01), max_model_len=4096)) as server:
         reader = threading.Thread(
-            target=lambda: answers.append(server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 4000, "stream": True}).text)
+            target=lambda: answers.append(
+                server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 4000, "stream": True}).text
+            )
         )
         reader.start()
         server.wait_for(lambda: server.metric("requests_running") == 1)

@@ -1,5 +1,5 @@
-"""On a loopback address only loopback names are served, so that no page can reach the server under a name of its own; and
-pages of other origins get no permission."""
+"""On a loopback address only loopback names are served, so that no page can reach the server under a name of
+its own; and pages of other origins get no permission."""
 
 import pytest
 
@@ -11,7 +11,17 @@ BODY = {"prompt": "a", "max_tokens": 1}
 
 
 @pytest.mark.parametrize(
-    "host", ["localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:9", "127.1.2.3", "[::1]", "[::1]:8000", "app.localhost:80"]
+    "host",
+    [
+        "localhost",
+        "LOCALHOST:8000",
+        "127.0.0.1",
+        "127.0.0.1:9",
+        "127.1.2.3",
+        "[::1]",
+        "[::1]:8000",
+        "app.localhost:80",
+    ],
 )
 def test_loopback_hosts_are_served(server: LiveServer, host: str) -> None:
     assert server.post(COMPLETIONS, BODY, headers={"host": host}).status_code == 200
@@ -19,7 +29,15 @@ def test_loopback_hosts_are_served(server: LiveServer, host: str) -> None:
 
 @pytest.mark.parametrize(
     "host",
-    ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", "10.0.0.1", "[2001:db8::1]", ""],
+    [
+        "evil.example",
+        "evil.example:8000",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example",
+        "10.0.0.1",
+        "[2001:db8::1]",
+        "",
+    ],
 )
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/models", "/metrics", "/health", "/nope"])
 def test_other_hosts_are_refused_on_loopback(server: LiveServer, host: str, path: str) -> None:
@@ -35,7 +53,12 @@ def test_other_hosts_are_refused_on_loopback(server: LiveServer, host: str, path
 
 def test_configured_hosts_are_served() -> None:
     with live_server(allowed_hosts=("models.example", "Proxy.Example:8443")) as server:
-        for host, status in (("models.example", 200), ("MODELS.example:80", 200), ("proxy.example", 200), ("x.example", 403)):
+        for host, status in (
+            ("models.example", 200),
+            ("MODELS.example:80", 200),
+            ("proxy.example", 200),
+            ("x.example", 403),
+        ):
             assert server.client.get("/v1/models", headers={"host": host}).status_code == status, host
 
 
@@ -62,7 +85,9 @@ def test_other_origins_get_no_permission(server: LiveServer, method: str) -> Non
     assert not [name for name in response.headers if name.startswith("access-control-")]
 
 
-@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+@pytest.mark.parametrize(
+    "content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"]
+)
 def test_what_a_page_may_send_without_asking_is_refused(server: LiveServer, content_type: str) -> None:
     headers = {"origin": "https://evil.example", "content-type": content_type}
     assert server.client.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=headers).status_code == 400

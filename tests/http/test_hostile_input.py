@@ -1,4 +1,5 @@
-"""Input that is huge, slow or never ends costs little: it is refused early, and the server goes on answering."""
+"""Input that is huge, slow or never ends costs little: it is refused early, and the server goes on
+answering."""
 
 import gc
 import json
@@ -54,7 +55,14 @@ def exchange(server: LiveServer, *pieces: bytes, pause: float = 0.0) -> bytes:
         b"GET /" + b"a" * (1 << 20) + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
         b"GET /" + b"a" * (1 << 20),
     ],
-    ids=["a header of a megabyte", "10000 headers", "too many", "one too large", "a long line", "an endless line"],
+    ids=[
+        "a header of a megabyte",
+        "10000 headers",
+        "too many",
+        "one too large",
+        "a long line",
+        "an endless line",
+    ],
 )
 def test_a_huge_head_is_a_431(server: LiveServer, head: bytes) -> None:
     answer = exchange(server, head)
@@ -68,7 +76,9 @@ def test_a_head_within_the_limits_is_served(server: LiveServer) -> None:
     assert server.client.get("/health", params={"a": "b" * 20_000}).status_code == 200
 
 
-@pytest.mark.parametrize("junk", [b"\x00\x01\x02\r\n\r\n", b"GET\r\n\r\n", b"\xff" * 1000, b"G E T / HTTP/1.1\r\n\r\n"])
+@pytest.mark.parametrize(
+    "junk", [b"\x00\x01\x02\r\n\r\n", b"GET\r\n\r\n", b"\xff" * 1000, b"G E T / HTTP/1.1\r\n\r\n"]
+)
 def test_what_is_not_http_is_a_400(server: LiveServer, junk: bytes) -> None:
     assert exchange(server, junk).startswith(b"HTTP/1.1 400 ")
 
@@ -94,7 +104,9 @@ def test_a_body_that_drips_is_a_408(impatient: LiveServer) -> None:
     assert impatient.rejections("invalid") == before + 1
 
 
-@pytest.mark.parametrize("sent", [[b""], [b"\r\n"], [b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n", b"\r\n"]])
+@pytest.mark.parametrize(
+    "sent", [[b""], [b"\r\n"], [b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n", b"\r\n"]]
+)
 def test_a_connection_that_asks_nothing_is_closed(impatient: LiveServer, sent: list[bytes]) -> None:
     exchange(impatient, *sent, pause=0.1)  # returns when the connection is closed
 
@@ -131,7 +143,9 @@ def test_a_body_over_the_limit_is_refused_before_it_is_read(server: LiveServer) 
     ],
     ids=["too large", "another type", "no such route"],
 )
-def test_a_client_that_sends_on_still_gets_its_answer(server: LiveServer, head: bytes, size: int, status: int) -> None:
+def test_a_client_that_sends_on_still_gets_its_answer(
+    server: LiveServer, head: bytes, size: int, status: int
+) -> None:
     """Not a reset of the connection, which is what comes of closing it under a sender."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(head + b"connection: close\r\ncontent-length: %d\r\n\r\n" % size + b" " * size)
@@ -162,7 +176,10 @@ def test_a_hopeless_prompt_is_refused_without_encoding_it(
     assert response.status_code == 400
     error = error_of(response)
     assert error["code"] == "context_length_exceeded"
-    assert "This model's maximum context length is 512 tokens. However, you requested at least " in error["message"]
+    assert (
+        "This model's maximum context length is 512 tokens. However, you requested at least "
+        in error["message"]
+    )
     assert encoded == []
     server.check_alive()
 
@@ -182,12 +199,15 @@ def test_memory_does_not_grow_with_what_is_refused(server: LiveServer) -> None:
         gc.collect()
         return psutil.Process().memory_info().rss
 
-    for _ in range(4):  # what the allocator keeps for the next time; the client's part of it is in the same process
+    for _ in range(
+        4
+    ):  # what the allocator keeps for the next time; the client's part of it is in the same process
         attack()
     before = memory()
     for _ in range(10):
         attack()
-    # Of 500 MB that were sent, twice the largest body, and as much for the client, which is in the same process.
+    # Of 500 MB that were sent, twice the largest body, and as much for the client, which is in the same
+    # process.
     assert memory() - before < 4 * MAX_BODY_BYTES
 
 
@@ -214,12 +234,18 @@ def test_a_fan_out_is_refused_at_once(server: LiveServer, body: dict[str, Any]) 
 
 def nested(levels: int) -> str:
     """A body whose deepest value is inside so many lists and objects."""
-    return '{"prompt": "a", "max_tokens": 1, "metadata": {"a": ' + "[" * (levels - 2) + "]" * (levels - 2) + "}}"
+    return (
+        '{"prompt": "a", "max_tokens": 1, "metadata": {"a": ' + "[" * (levels - 2) + "]" * (levels - 2) + "}}"
+    )
 
 
-@pytest.mark.parametrize(("levels", "status"), [(MAX_NESTING, 200), (MAX_NESTING + 1, 400), (5_000, 400), (1_000_000, 400)])
+@pytest.mark.parametrize(
+    ("levels", "status"), [(MAX_NESTING, 200), (MAX_NESTING + 1, 400), (5_000, 400), (1_000_000, 400)]
+)
 def test_nesting_is_limited(server: LiveServer, levels: int, status: int) -> None:
-    response = server.client.post(COMPLETIONS, content=nested(levels), headers={"content-type": "application/json"})
+    response = server.client.post(
+        COMPLETIONS, content=nested(levels), headers={"content-type": "application/json"}
+    )
     assert response.status_code == status
     if status == 400:
         assert "nested too deeply" in error_of(response)["message"]
@@ -244,14 +270,23 @@ PREDICATE = {"type": "predicate", "instructions": "a"}
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [CALLED] * 4096}] * 5}),
         ("/tokenize", {"messages": [{"role": "user", "content": [BLOCK] * 16385}]}),
         ("/v1/responses", {"input": [{"role": "user", "content": [TEXT] * 4097}] * 4}),
-        ("/v1/responses", {"input": [{"type": "function_call_output", "call_id": "a", "output": [TEXT] * 4097}] * 4}),
-        ("/v1/decisions", {"input": [{"role": "user", "content": [TEXT] * 4097}] * 4, "questions": [PREDICATE]}),
+        (
+            "/v1/responses",
+            {"input": [{"type": "function_call_output", "call_id": "a", "output": [TEXT] * 4097}] * 4},
+        ),
+        (
+            "/v1/decisions",
+            {"input": [{"role": "user", "content": [TEXT] * 4097}] * 4, "questions": [PREDICATE]},
+        ),
         ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [RESULTS] * 4}]}),
         ("/v1/messages/count_tokens", {"messages": [{"role": "assistant", "content": [USED] * 4096}] * 5}),
     ],
 )
-def test_parts_are_counted_over_the_whole_request(server: LiveServer, path: str, body: dict[str, Any]) -> None:
-    """Thousands of messages with thousands of parts each, all without text, would hold up the event loop for seconds."""
+def test_parts_are_counted_over_the_whole_request(
+    server: LiveServer, path: str, body: dict[str, Any]
+) -> None:
+    """Thousands of messages with thousands of parts each, all without text, would hold up the event loop for
+    seconds."""
     response = server.post(path, body)
     assert response.status_code == 400, response.text
     assert "at most 16384 parts and calls" in response.json()["error"]["message"]

@@ -1,4 +1,5 @@
-"""What the server does when nobody asks for anything: it prepares structured output, so that no stream waits for it later."""
+"""What the server does when nobody asks for anything: it prepares structured output, so that no stream waits
+for it later."""
 
 import asyncio
 from collections.abc import Callable
@@ -48,7 +49,9 @@ def test_requests_that_end_between_two_looks_keep_a_server_from_being_idle() -> 
         stats.num_running = 1
         seen.append(is_idle())
 
-    loaded = SimpleNamespace(engine=SimpleNamespace(stats=stats), grammars=SimpleNamespace(warm_up_when_idle=warm_up_when_idle))
+    loaded = SimpleNamespace(
+        engine=SimpleNamespace(stats=stats), grammars=SimpleNamespace(warm_up_when_idle=warm_up_when_idle)
+    )
     state: Any = SimpleNamespace(loaded=loaded, loaded_once=asyncio.Event())
     state.loaded_once.set()
     asyncio.run(_warm_up_grammars(state))

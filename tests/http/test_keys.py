@@ -1,4 +1,5 @@
-"""With keys, every route but the probes needs one of them, in whatever way its path is written; keys are nowhere shown."""
+"""With keys, every route but the probes needs one of them, in whatever way its path is written; keys are
+nowhere shown."""
 
 import logging
 import socket
@@ -28,7 +29,16 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 def test_every_route_but_the_probes_needs_a_key(guarded: LiveServer) -> None:
     routes = set(guarded.app.openapi()["paths"])
     assert {COMPLETIONS, "/v1/models", "/metrics", "/tokenize"} | PROBES <= routes
-    odd = {"/openapi.json", "/docs", "/nope", "//v1/completions", "/v1/completions/", "/V1/models", "/health/", "/health/live/x"}
+    odd = {
+        "/openapi.json",
+        "/docs",
+        "/nope",
+        "//v1/completions",
+        "/v1/completions/",
+        "/V1/models",
+        "/health/",
+        "/health/live/x",
+    }
     for path in sorted(routes | odd):
         for method in ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE"):
             status = guarded.client.request(method, guarded.url + path).status_code
@@ -40,7 +50,14 @@ def test_every_route_but_the_probes_needs_a_key(guarded: LiveServer) -> None:
 
 @pytest.mark.parametrize(
     "target",
-    ["/v1/../health", "/health/../metrics", "/metrics?x=/health", "/metrics#/health", "/%6detrics", "/health%2f..%2fmetrics"],
+    [
+        "/v1/../health",
+        "/health/../metrics",
+        "/metrics?x=/health",
+        "/metrics#/health",
+        "/%6detrics",
+        "/health%2f..%2fmetrics",
+    ],
 )
 def test_a_path_in_disguise_needs_one_too(guarded: LiveServer, target: str) -> None:
     """Sent as it is: clients would tidy it up."""
@@ -113,12 +130,16 @@ def test_keys_stand_in_no_log(guarded: LiveServer, caplog: pytest.LogCaptureFixt
             guarded.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1}, headers=headers)
             guarded.post(COMPLETIONS, {"prompt": "a", "max_tokens": -1}, headers=headers)
     assert caplog.records
-    own = [record.getMessage() for record in caplog.records if not record.name.startswith(("httpx", "httpcore"))]
+    own = [
+        record.getMessage() for record in caplog.records if not record.name.startswith(("httpx", "httpcore"))
+    ]
     assert not [message for message in own if "-key" in message]
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n# none yet\n", b"\xff\xfe"])
-def test_a_file_without_a_key_ends_the_start_instead_of_opening_the_server(tmp_path: Path, content: bytes) -> None:
+def test_a_file_without_a_key_ends_the_start_instead_of_opening_the_server(
+    tmp_path: Path, content: bytes
+) -> None:
     file = tmp_path / "keys"
     file.write_bytes(content)
     with pytest.raises(SettingsError, match="--api-key-file"):

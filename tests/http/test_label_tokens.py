@@ -1,4 +1,5 @@
-"""Parameters about single tokens, on a real (tiny, random) network: allowed_token_ids, logprob_token_ids, prompt_logprobs."""
+"""Parameters about single tokens, on a real (tiny, random) network: allowed_token_ids, logprob_token_ids,
+prompt_logprobs."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +17,10 @@ from tests.tiny import write_tiny_folder
 EOS = 1
 LABELS = [DIGITS[7], DIGITS[2], DIGITS[4]]
 PROMPT = ids(40)
-PATHS = [(COMPLETIONS, {"prompt": PROMPT}), (CHAT, {"messages": [{"role": "user", "content": "hello is in a b"}]})]
+PATHS = [
+    (COMPLETIONS, {"prompt": PROMPT}),
+    (CHAT, {"messages": [{"role": "user", "content": "hello is in a b"}]}),
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +37,12 @@ def answer(server: LiveServer, path: str, **body: Any) -> dict[str, Any]:
     return server.complete(**body) if path == COMPLETIONS else server.chat(**body)
 
 
-# -- allowed_token_ids ---------------------------------------------------------------------------------------------------------
+# -- allowed_token_ids ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "seed": 3}, {"top_k": 5, "seed": 1}])
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0}, {"temperature": 1, "seed": 3}, {"top_k": 5, "seed": 1}]
+)
 @pytest.mark.parametrize(("path", "source"), PATHS)
 def test_nothing_but_allowed_tokens_is_drawn(
     tiny: LiveServer, path: str, source: dict[str, Any], sampling: dict[str, Any]
@@ -54,7 +60,13 @@ def test_nothing_but_allowed_tokens_is_drawn(
 
 
 def test_of_the_allowed_tokens_the_likeliest_is_the_greedy_one(tiny: LiveServer) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, "allowed_token_ids": LABELS, "return_token_ids": True}
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": 1,
+        "temperature": 0,
+        "allowed_token_ids": LABELS,
+        "return_token_ids": True,
+    }
     choice = tiny.complete(**body, logprobs=0, logprob_token_ids=LABELS)["choices"][0]
     values = choice["logprobs"]["top_logprobs"][0]
     assert max(values, key=lambda text: values[text]) == choice["text"]
@@ -83,18 +95,21 @@ def test_an_allowed_end_token_ends_and_waits_for_min_tokens(tiny: LiveServer) ->
     ],
     ids=lambda value: repr(value)[:30],
 )
-def test_a_set_that_leaves_nothing_to_draw_is_refused(tiny: LiveServer, value: Any, more: dict[str, Any], code: str) -> None:
+def test_a_set_that_leaves_nothing_to_draw_is_refused(
+    tiny: LiveServer, value: Any, more: dict[str, Any], code: str
+) -> None:
     response = tiny.post(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 3, "allowed_token_ids": value, **more})
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (400, code)
     assert error["param"].startswith("allowed_token_ids")
 
 
-# -- logprob_token_ids ---------------------------------------------------------------------------------------------------------
+# -- logprob_token_ids ---------------------------------------------------------------------------------------
 
 
 def softmax_of_everything(tiny: LiveServer, prompt: list[int]) -> dict[int, float]:
-    """Every token's log-probability, label by label as others report it: as the first token of the prompt's continuation."""
+    """Every token's log-probability, label by label as others report it: as the first token of the prompt's
+    continuation."""
     values = {}
     for token_id in LABELS:
         scored = tiny.complete(prompt=[*prompt, token_id], max_tokens=0, echo=True, logprobs=0)
@@ -111,7 +126,9 @@ def test_a_fixed_set_of_labels_is_reported_at_each_position_in_its_order(tiny: L
     texts = [chr(ord("0") + DIGITS.index(label)) for label in LABELS]
     prompt = list(PROMPT)
     for token_id, token, value, top in zip(
-        choice["token_ids"], *(choice["logprobs"][name] for name in ("tokens", "token_logprobs", "top_logprobs")), strict=True
+        choice["token_ids"],
+        *(choice["logprobs"][name] for name in ("tokens", "token_logprobs", "top_logprobs")),
+        strict=True,
     ):
         assert list(top) == list(dict.fromkeys([*texts, token]))
         assert top[token] == value
@@ -122,14 +139,24 @@ def test_a_fixed_set_of_labels_is_reported_at_each_position_in_its_order(tiny: L
 
 
 def test_labels_of_a_chat_are_its_top_logprobs(tiny: LiveServer) -> None:
-    body = {**PATHS[1][1], "max_tokens": 4, "temperature": 0, "logprobs": True, "logprob_token_ids": [*LABELS, LABELS[0]]}
+    body = {
+        **PATHS[1][1],
+        "max_tokens": 4,
+        "temperature": 0,
+        "logprobs": True,
+        "logprob_token_ids": [*LABELS, LABELS[0]],
+    }
     entries = tiny.chat(**body)["choices"][0]["logprobs"]["content"]
     assert len(entries) == 4
     for entry in entries:
         assert [top["token"] for top in entry["top_logprobs"]] == ["7", "2", "4"]
-        assert all(top["logprob"] <= entry["logprob"] for top in entry["top_logprobs"])  # greedy: nothing is likelier
+        assert all(
+            top["logprob"] <= entry["logprob"] for top in entry["top_logprobs"]
+        )  # greedy: nothing is likelier
     chunks = chunks_of(tiny, CHAT, body)
-    streamed = [entry for chunk in chunks for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]]
+    streamed = [
+        entry for chunk in chunks for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]
+    ]
     assert streamed == entries
     # top_logprobs counts the likeliest; a set of labels takes their place whatever it says.
     assert tiny.chat(**body, top_logprobs=1)["choices"][0]["logprobs"]["content"] == entries
@@ -152,16 +179,22 @@ def test_labels_are_of_generated_positions_the_echoed_prompt_keeps_the_likeliest
         (CHAT, {"messages": MESSAGES, "logprob_token_ids": LABELS, "logprobs": False}, "invalid_value"),
         (COMPLETIONS, {"prompt": "a", "logprobs": 1, "logprob_token_ids": [NUM_TOKENS]}, "invalid_value"),
         (COMPLETIONS, {"prompt": "a", "logprobs": 1, "logprob_token_ids": [-1]}, "integer_below_min_value"),
-        (COMPLETIONS, {"prompt": "a", "logprobs": 1, "logprob_token_ids": [9] * 129}, "array_above_max_length"),
+        (
+            COMPLETIONS,
+            {"prompt": "a", "logprobs": 1, "logprob_token_ids": [9] * 129},
+            "array_above_max_length",
+        ),
     ],
 )
-def test_labels_that_cannot_be_reported_are_refused(tiny: LiveServer, path: str, body: dict[str, Any], code: str) -> None:
+def test_labels_that_cannot_be_reported_are_refused(
+    tiny: LiveServer, path: str, body: dict[str, Any], code: str
+) -> None:
     response = tiny.post(path, body)
     assert (response.status_code, response.json()["error"]["code"]) == (400, code)
     assert response.json()["error"]["param"].startswith("logprob_token_ids")
 
 
-# -- prompt_logprobs -----------------------------------------------------------------------------------------------------------
+# -- prompt_logprobs -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 20])
@@ -180,11 +213,14 @@ def test_prompt_logprobs_are_those_of_echo_by_token_id(tiny: LiveServer, count: 
         ranks = sorted(item["rank"] for item in entry.values())
         assert ranks == [*range(1, count + 1)] + ([] if own["rank"] <= count else [own["rank"]])
         by_rank = sorted(entry.values(), key=lambda item: item["rank"])
-        assert [item["logprob"] for item in by_rank] == sorted((item["logprob"] for item in by_rank), reverse=True)
+        assert [item["logprob"] for item in by_rank] == sorted(
+            (item["logprob"] for item in by_rank), reverse=True
+        )
 
 
 def test_the_rank_of_a_prompt_token_counts_all_likelier_ones(tiny: LiveServer) -> None:
-    """The twenty likeliest are known with their values: a token's rank is one more than how many of them are likelier."""
+    """The twenty likeliest are known with their values: a token's rank is one more than how many of them are
+    likelier."""
     entries = tiny.complete(prompt=PROMPT, max_tokens=0, prompt_logprobs=20)["choices"][0]["prompt_logprobs"]
     zero = tiny.complete(prompt=PROMPT, max_tokens=0, prompt_logprobs=0)["choices"][0]["prompt_logprobs"]
     beyond = 0
@@ -205,7 +241,9 @@ def test_prompt_logprobs_go_with_echo_and_with_several_choices(tiny: LiveServer)
     assert [len(choice["prompt_logprobs"]) for choice in choices] == [40, 40, 9, 9]
     for choice in choices:
         assert all(1 <= len(entry) <= 2 for entry in choice["prompt_logprobs"][1:])
-        assert all(4 <= len(top) <= 5 for top in choice["logprobs"]["top_logprobs"][1:] if "\ufffd" not in top)
+        assert all(
+            4 <= len(top) <= 5 for top in choice["logprobs"]["top_logprobs"][1:] if "\ufffd" not in top
+        )
 
 
 def test_prompt_logprobs_of_a_chat_stand_beside_its_choices(tiny: LiveServer) -> None:
@@ -213,7 +251,10 @@ def test_prompt_logprobs_of_a_chat_stand_beside_its_choices(tiny: LiveServer) ->
     assert "prompt_logprobs" not in chat["choices"][0]
     entries = chat["prompt_logprobs"]
     assert entries[0] is None
-    assert all(str(token_id) in entry for token_id, entry in zip(chat["prompt_token_ids"][1:], entries[1:], strict=True))
+    assert all(
+        str(token_id) in entry
+        for token_id, entry in zip(chat["prompt_token_ids"][1:], entries[1:], strict=True)
+    )
     assert "prompt_logprobs" not in tiny.chat(**PATHS[1][1], max_tokens=1)
 
 
@@ -225,6 +266,12 @@ def test_prompt_logprobs_are_not_streamed(tiny: LiveServer) -> None:
 
 def test_a_label_set_makes_a_classifier(tiny: LiveServer) -> None:
     """One token from a fixed set, with the whole set's values: what the parameters are for, together."""
-    body = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, "allowed_token_ids": LABELS, "logprob_token_ids": LABELS}
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": 1,
+        "temperature": 0,
+        "allowed_token_ids": LABELS,
+        "logprob_token_ids": LABELS,
+    }
     top = tiny.complete(**body, logprobs=0)["choices"][0]["logprobs"]["top_logprobs"][0]
     assert set(top) == {"7", "2", "4"}

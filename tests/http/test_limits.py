@@ -10,7 +10,9 @@ LIMIT = 512
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("length", [LIMIT, LIMIT + 1, 3 * LIMIT])
-def test_a_prompt_that_leaves_no_room_is_refused_with_true_numbers(server: LiveServer, length: int, stream: bool) -> None:
+def test_a_prompt_that_leaves_no_room_is_refused_with_true_numbers(
+    server: LiveServer, length: int, stream: bool
+) -> None:
     error = server.refused(COMPLETIONS, {"prompt": [9] * length, "max_tokens": 7, "stream": stream})
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
     assert error["message"] == (
@@ -19,7 +21,9 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_true_numbers(server: LiveS
     )
 
 
-@pytest.mark.parametrize(("length", "max_tokens", "generated"), [(LIMIT - 1, 16, 1), (LIMIT - 3, 100, 3), (LIMIT - 3, 2, 2)])
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "generated"), [(LIMIT - 1, 16, 1), (LIMIT - 3, 100, 3), (LIMIT - 3, 2, 2)]
+)
 def test_max_tokens_is_lowered_to_the_room_left(
     server: LiveServer, strict_server: LiveServer, length: int, max_tokens: int, generated: int
 ) -> None:
@@ -40,7 +44,10 @@ def test_chat_answers_up_to_the_context_and_max_completion_tokens_wins(server: L
     messages = [{"role": "user", "content": "Hi"}]
     usage = server.chat(messages=messages)["usage"]
     assert usage["total_tokens"] == LIMIT
-    assert server.chat(messages=messages, max_tokens=9, max_completion_tokens=4)["usage"]["completion_tokens"] == 4
+    assert (
+        server.chat(messages=messages, max_tokens=9, max_completion_tokens=4)["usage"]["completion_tokens"]
+        == 4
+    )
 
 
 @pytest.mark.parametrize("temperature", [0, 1e-40, 1e-8, 1e-5])

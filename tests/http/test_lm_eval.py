@@ -1,4 +1,5 @@
-"""The request of lm-eval's local-completions, read exactly as lm-eval reads it, against logits computed in this process."""
+"""The request of lm-eval's local-completions, read exactly as lm-eval reads it, against logits computed in
+this process."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +28,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 
 
 def reference_logprobs(prompt: list[int]) -> torch.Tensor:
-    """[len(prompt), NUM_TOKENS]: of the token after each position, from one unbatched pass in this process."""
+    """[len(prompt), NUM_TOKENS]: of the token after each position, from one unbatched pass in this
+    process."""
     num_blocks = 16
     spec = tiny_config().kv_cache_spec(16, 4)
     plan = KVCachePlan(
@@ -39,13 +41,21 @@ def reference_logprobs(prompt: list[int]) -> torch.Tensor:
     )
     runner = tiny_runner(plan)
     table = list(range(1, num_blocks))
-    hidden = runner.hidden_states([SequenceChunk(prompt, 0, table, table, SamplingParams(max_tokens=0), samples=False)])
+    hidden = runner.hidden_states(
+        [SequenceChunk(prompt, 0, table, table, SamplingParams(max_tokens=0), samples=False)]
+    )
     with torch.inference_mode():
         return runner.model.logits(hidden)[:, :NUM_TOKENS].double().log_softmax(dim=-1)
 
 
 def greedy_continuation(server: LiveServer, context: list[int], length: int) -> list[int]:
-    body = {"prompt": context, "max_tokens": length, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body = {
+        "prompt": context,
+        "max_tokens": length,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     token_ids: list[int] = server.complete(**body)["choices"][0]["token_ids"]
     return token_ids
 
@@ -66,12 +76,16 @@ def test_sums_and_greedy_flags_are_those_of_the_model(tiny: LiveServer) -> None:
     assert [is_greedy for _, is_greedy in results] == [True, False] * len(CONTEXT_LENGTHS)
     for prompt, length, (total, _) in zip(prompts, lengths, results, strict=True):
         logprobs = reference_logprobs(prompt)
-        expected = sum(logprobs[position - 1, prompt[position]].item() for position in range(length, len(prompt)))
+        expected = sum(
+            logprobs[position - 1, prompt[position]].item() for position in range(length, len(prompt))
+        )
         assert total == pytest.approx(expected, abs=len(prompt) * TOLERANCE)
 
 
 @pytest.mark.parametrize("options", [{}, {"logit_bias": {str(EOS): 100}}, {"allowed_token_ids": [EOS]}])
-def test_there_is_exactly_one_generated_entry_whatever_it_is(tiny: LiveServer, options: dict[str, Any]) -> None:
+def test_there_is_exactly_one_generated_entry_whatever_it_is(
+    tiny: LiveServer, options: dict[str, Any]
+) -> None:
     prompts = [ids(length, length) for length in CONTEXT_LENGTHS]
     body = scoring_body("tiny", prompts)
     del body["model"]
@@ -81,8 +95,11 @@ def test_there_is_exactly_one_generated_entry_whatever_it_is(tiny: LiveServer, o
         assert {len(values) for values in lists.values()} == {len(prompt) + 1}
         assert lists["token_logprobs"][0] is None
         assert choice["finish_reason"] == ("stop" if options else "length")
-        # The value of a token is bit for bit the one that its text has among the alternatives, unless a likelier one looks alike.
-        for token, value, top in zip(lists["tokens"][1:], lists["token_logprobs"][1:], lists["top_logprobs"][1:], strict=True):
+        # The value of a token is bit for bit the one that its text has among the alternatives, unless a
+        # likelier one looks alike.
+        for token, value, top in zip(
+            lists["tokens"][1:], lists["token_logprobs"][1:], lists["top_logprobs"][1:], strict=True
+        ):
             assert top[token] == value or (token == "\ufffd" and top[token] > value)
     if options:
         assert [choice["logprobs"]["tokens"][-1] for choice in answer["choices"]] == ["<eos>"] * len(prompts)

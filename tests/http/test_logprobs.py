@@ -23,7 +23,9 @@ def test_the_sampled_token_is_always_among_the_alternatives(server: LiveServer, 
     answer = server.complete(prompt="Hello", max_tokens=12, temperature=1, seed=3, logprobs=k)
     lists = answer["choices"][0]["logprobs"]
     assert all(len(lists[name]) == 12 for name in LISTS)
-    for token, logprob, top in zip(lists["tokens"], lists["token_logprobs"], lists["top_logprobs"], strict=True):
+    for token, logprob, top in zip(
+        lists["tokens"], lists["token_logprobs"], lists["top_logprobs"], strict=True
+    ):
         assert top[token] >= logprob
         assert len(top) <= k + 1
         assert k > 0 or top == {token: logprob}
@@ -44,8 +46,13 @@ def test_echo_puts_the_prompt_in_front_and_nothing_stands_before_its_first_token
 
 
 def test_offsets_count_from_the_start_of_the_prompt_without_echo_too(server: LiveServer) -> None:
-    for prompt in ("Hello", [BOS, FIRST_TEXT + 1, FIRST_TEXT + 2, FIRST_TEXT + 3, FIRST_TEXT + 4, FIRST_TEXT + 5]):
-        offsets = server.complete(prompt=prompt, max_tokens=6, temperature=0, logprobs=0)["choices"][0]["logprobs"]["text_offset"]
+    for prompt in (
+        "Hello",
+        [BOS, FIRST_TEXT + 1, FIRST_TEXT + 2, FIRST_TEXT + 3, FIRST_TEXT + 4, FIRST_TEXT + 5],
+    ):
+        offsets = server.complete(prompt=prompt, max_tokens=6, temperature=0, logprobs=0)["choices"][0][
+            "logprobs"
+        ]["text_offset"]
         assert offsets[0] == 5
         assert offsets == sorted(offsets)
 
@@ -75,7 +82,9 @@ def test_scoring_a_prompt_generates_nothing(server: LiveServer) -> None:
     assert (silent["choices"][0]["text"], silent["choices"][0]["finish_reason"]) == ("", "length")
 
 
-def test_the_call_of_lm_eval_finds_exactly_one_generated_entry_even_for_an_end_token(server: LiveServer) -> None:
+def test_the_call_of_lm_eval_finds_exactly_one_generated_entry_even_for_an_end_token(
+    server: LiveServer,
+) -> None:
     prompts = [[BOS, 400, 401, 402], [BOS, 410, 411]]
     body = {"prompt": prompts, "max_tokens": 1, "temperature": 0, "logprobs": 1, "seed": 1234, "echo": True}
     for extra in ({}, {"logit_bias": {str(EOS): 100}}):
@@ -95,7 +104,9 @@ def test_echoed_values_are_those_reported_while_generating(server: LiveServer) -
     continued = list(prompt)
     for _ in range(12):
         continued.append(greedy_token(continued))
-    echoed = server.complete(prompt=continued, max_tokens=0, logprobs=1, echo=True)["choices"][0]["logprobs"]["token_logprobs"]
+    echoed = server.complete(prompt=continued, max_tokens=0, logprobs=1, echo=True)["choices"][0]["logprobs"][
+        "token_logprobs"
+    ]
     assert echoed[-12:] == reported
 
 
@@ -107,7 +118,8 @@ def test_tokens_that_look_alike_keep_the_likelier_value(server: LiveServer) -> N
 
 
 def test_a_sampled_token_does_not_hide_a_likelier_one_that_looks_like_it() -> None:
-    """lm-eval compares the sampled value with the largest: hidden, it would call the sampled token the greedy one."""
+    """lm-eval compares the sampled value with the largest: hidden, it would call the sampled token the greedy
+    one."""
     tokenizer = fake_tokenizer()
     writer = LegacyLogprobs(tokenizer, token_namer(tokenizer, False), 2, frozenset())
     top = [(FIRST_BYTE + 0xC3, -0.5), (FIRST_TEXT + 1, -1.0)]
@@ -129,11 +141,15 @@ def test_chat_entries_hold_the_raw_bytes_of_each_token(server: LiveServer) -> No
     entries = choice["logprobs"]["content"]
     assert choice["logprobs"]["refusal"] is None
     assert len(entries) == 40
-    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == choice["message"]["content"]
+    assert (
+        bytes(byte for entry in entries for byte in entry["bytes"]).decode() == choice["message"]["content"]
+    )
     assert all(len(entry["top_logprobs"]) == 3 for entry in entries)
     assert [0xC3] in [entry["bytes"] for entry in entries]
     chunks = chunks_of(server, CHAT, body)
-    streamed = [entry for chunk in chunks for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]]
+    streamed = [
+        entry for chunk in chunks for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]
+    ]
     assert streamed == entries
 
 

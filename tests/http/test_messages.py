@@ -34,10 +34,14 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def stream(server: LiveServer, **body: Any) -> list[dict[str, Any]]:
-    return events(server.post(MESSAGES, {"messages": HELLO, "max_tokens": 8, "temperature": 0, **body, "stream": True}))
+    return events(
+        server.post(MESSAGES, {"messages": HELLO, "max_tokens": 8, "temperature": 0, **body, "stream": True})
+    )
 
 
-def refused(server: LiveServer, body: dict[str, Any], status: int = 400, path: str = MESSAGES) -> dict[str, Any]:
+def refused(
+    server: LiveServer, body: dict[str, Any], status: int = 400, path: str = MESSAGES
+) -> dict[str, Any]:
     response = server.post(path, body)
     assert response.status_code == status, response.text
     answer = response.json()
@@ -71,10 +75,17 @@ def test_a_message_is_the_chat_completion_in_another_form(server: LiveServer) ->
 
 
 def test_the_system_prompt_and_blocks_of_text_are_those_of_a_chat(server: LiveServer) -> None:
-    blocks = [{"type": "text", "text": "Be ", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "brief."}]
-    chat = server.chat(messages=[{"role": "system", "content": "Be brief."}, *HELLO], max_tokens=8, temperature=0)
+    blocks = [
+        {"type": "text", "text": "Be ", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "brief."},
+    ]
+    chat = server.chat(
+        messages=[{"role": "system", "content": "Be brief."}, *HELLO], max_tokens=8, temperature=0
+    )
     for system in ("Be brief.", blocks):
-        response = server.post(MESSAGES, {"system": system, "messages": HELLO, "max_tokens": 8, "temperature": 0})
+        response = server.post(
+            MESSAGES, {"system": system, "messages": HELLO, "max_tokens": 8, "temperature": 0}
+        )
         assert response.json()["content"][0]["text"] == chat["choices"][0]["message"]["content"]
         assert "x-gemserve-ignored-parameters" not in response.headers
 
@@ -124,7 +135,11 @@ def test_the_events_build_up_the_message(server: LiveServer) -> None:
     assert start["content"] == []
     assert start["stop_reason"] is None
     assert set(start) == set(whole)
-    assert found[1] == {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+    assert found[1] == {
+        "type": "content_block_start",
+        "index": 0,
+        "content_block": {"type": "text", "text": ""},
+    }
     deltas = [event for event in found if event["type"] == "content_block_delta"]
     assert all(event["index"] == 0 and event["delta"]["type"] == "text_delta" for event in deltas)
     assert "".join(event["delta"]["text"] for event in deltas) == whole["content"][0]["text"]
@@ -138,7 +153,11 @@ def test_the_events_build_up_the_message(server: LiveServer) -> None:
 
 def test_a_message_without_text_has_no_block(server: LiveServer) -> None:
     assert create(server, max_tokens=0)["content"] == []
-    assert [event["type"] for event in stream(server, max_tokens=0)] == ["message_start", "message_delta", "message_stop"]
+    assert [event["type"] for event in stream(server, max_tokens=0)] == [
+        "message_start",
+        "message_delta",
+        "message_stop",
+    ]
 
 
 class FailingRunner(FakeRunner):
@@ -147,7 +166,10 @@ class FailingRunner(FakeRunner):
     def run(self, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
         results = super().run(chunks)
         failed = ChunkResult(error="the logits are not finite")
-        return [failed if len(chunk.output_token_ids) == 3 else result for chunk, result in zip(chunks, results, strict=True)]
+        return [
+            failed if len(chunk.output_token_ids) == 3 else result
+            for chunk, result in zip(chunks, results, strict=True)
+        ]
 
 
 def test_a_fault_after_the_first_token_is_an_error_event() -> None:
@@ -173,9 +195,18 @@ def test_a_fault_after_the_first_token_is_an_error_event() -> None:
         ({"max_tokens": 5, "messages": [{"role": "user"}]}, "'messages[0].content'"),
         ({"max_tokens": 5, "messages": [{"role": "user", "content": []}]}, "'messages[0].content'"),
         ({"max_tokens": 5, "messages": [{"role": "robot", "content": "a"}]}, "'messages[0].role'"),
-        ({"max_tokens": 5, "messages": [{"role": "assistant", "content": "a"}], "system": "b"}, "'messages[0].role'"),
-        ({"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "this server takes text"),
-        ({"max_tokens": 5, "messages": HELLO, "thinking": {"type": "enabled", "budget_tokens": 1024}}, "'thinking'"),
+        (
+            {"max_tokens": 5, "messages": [{"role": "assistant", "content": "a"}], "system": "b"},
+            "'messages[0].role'",
+        ),
+        (
+            {"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "this server takes text",
+        ),
+        (
+            {"max_tokens": 5, "messages": HELLO, "thinking": {"type": "enabled", "budget_tokens": 1024}},
+            "'thinking'",
+        ),
         (
             {
                 "max_tokens": 5,
@@ -209,7 +240,9 @@ def test_what_means_off_is_accepted_and_the_rest_is_named(server: LiveServer) ->
         "inference_geo": "moon",
         "stop_sequences": None,
     }
-    response = server.post(MESSAGES, body, headers={"anthropic-version": "2023-06-01", "anthropic-beta": "none"})
+    response = server.post(
+        MESSAGES, body, headers={"anthropic-version": "2023-06-01", "anthropic-beta": "none"}
+    )
     assert response.status_code == 200, response.text
     assert response.headers["x-gemserve-ignored-parameters"] == "inference_geo, metadata, service_tier"
 
@@ -218,17 +251,25 @@ def test_strictness_holds_here_too(strict_server: LiveServer) -> None:
     twice = {"max_tokens": 2, "system": "s", "messages": [*HELLO, *HELLO]}
     assert "'messages[1].role'" in refused(strict_server, twice)["message"]
     assert "'moon'" in refused(strict_server, {"max_tokens": 2, "messages": HELLO, "moon": 1})["message"]
-    assert "maximum context length" in refused(strict_server, {"max_tokens": 2000, "messages": HELLO})["message"]
+    assert (
+        "maximum context length" in refused(strict_server, {"max_tokens": 2000, "messages": HELLO})["message"]
+    )
 
 
 def test_other_errors_have_the_same_shape(server: LiveServer) -> None:
-    assert refused(server, {"model": "claude", "max_tokens": 2, "messages": HELLO}, 404)["type"] == "not_found_error"
+    assert (
+        refused(server, {"model": "claude", "max_tokens": 2, "messages": HELLO}, 404)["type"]
+        == "not_found_error"
+    )
     assert server.post(MESSAGES + "/batches", {}).json()["error"]["type"] == "not_found_error"
     assert server.client.get(MESSAGES).json()["error"]["type"] == "invalid_request_error"
     broken = server.client.post(MESSAGES, content=b"{", headers={"content-type": "application/json"})
     assert broken.json()["error"]["type"] == "invalid_request_error"
     too_long = [{"role": "user", "content": "words " * 2000}]
-    assert "maximum context length is 512 tokens" in refused(server, {"max_tokens": 2, "messages": too_long})["message"]
+    assert (
+        "maximum context length is 512 tokens"
+        in refused(server, {"max_tokens": 2, "messages": too_long})["message"]
+    )
 
 
 def test_the_length_of_a_prompt(server: LiveServer) -> None:

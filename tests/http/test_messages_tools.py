@@ -1,4 +1,5 @@
-"""Tools of the Messages API over raw HTTP: the calls of the same chat, in Anthropic's form, streamed as in one piece."""
+"""Tools of the Messages API over raw HTTP: the calls of the same chat, in Anthropic's form, streamed as in
+one piece."""
 
 import json
 from typing import Any
@@ -30,7 +31,10 @@ OFFERED: list[dict[str, Any]] = [
     {"name": "get_time", "input_schema": {"type": "object", "properties": {}, "additionalProperties": False}},
 ]
 # The same functions on the chat endpoint; a schema must be given here.
-SAME_TOOLS = [TOOLS[0], {"type": "function", "function": {"name": "get_time", "parameters": OFFERED[1]["input_schema"]}}]
+SAME_TOOLS = [
+    TOOLS[0],
+    {"type": "function", "function": {"name": "get_time", "parameters": OFFERED[1]["input_schema"]}},
+]
 INPUT = json.loads(ARGUMENTS)
 
 
@@ -51,7 +55,8 @@ def create(server: LiveServer, seed: int, **fields: Any) -> dict[str, Any]:
 
 
 def put_together(found: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-    """(blocks, stop reason) as a client makes them of the events; the order of the events is checked on the way."""
+    """(blocks, stop reason) as a client makes them of the events; the order of the events is checked on the
+    way."""
     kinds = [event["type"] for event in found]
     assert kinds[0] == "message_start"
     assert kinds[-2:] == ["message_delta", "message_stop"]
@@ -114,10 +119,14 @@ def call(name: str, given: dict[str, Any]) -> dict[str, Any]:
         (NOTHING, []),
     ],
 )
-def test_calls_are_blocks_in_their_order_streamed_or_not(server: LiveServer, seed: int, blocks: list[dict[str, Any]]) -> None:
+def test_calls_are_blocks_in_their_order_streamed_or_not(
+    server: LiveServer, seed: int, blocks: list[dict[str, Any]]
+) -> None:
     whole = create(server, seed)
     assert without_ids(whole["content"]) == blocks
-    assert whole["stop_reason"] == ("tool_use" if any(block["type"] == "tool_use" for block in blocks) else "end_turn")
+    assert whole["stop_reason"] == (
+        "tool_use" if any(block["type"] == "tool_use" for block in blocks) else "end_turn"
+    )
     streamed, reason = put_together(events(server.post(MESSAGES, request(seed, stream=True))))
     assert (without_ids(streamed), reason) == (blocks, whole["stop_reason"])
 
@@ -157,7 +166,10 @@ def test_calls_that_must_be_made_follow_their_schemas(
         assert {block["name"] for block in blocks} <= names
         assert count is None or len(blocks) == count
         for block in blocks:
-            jsonschema.validate(block["input"], next(tool["input_schema"] for tool in OFFERED if tool["name"] == block["name"]))
+            jsonschema.validate(
+                block["input"],
+                next(tool["input_schema"] for tool in OFFERED if tool["name"] == block["name"]),
+            )
 
 
 def test_one_call_at_most_ends_the_text_with_it(server: LiveServer) -> None:
@@ -171,14 +183,19 @@ def test_none_is_the_text_as_it_is(server: LiveServer) -> None:
     assert (whole["content"], whole["stop_reason"]) == ([text(TEXTS[ONLY_CALL])], "end_turn")
     alone = server.post(MESSAGES, {"messages": ASKED, "max_tokens": 1}).json()["usage"]
     told = create(server, ONLY_CALL, tool_choice={"type": "none"}, max_tokens=1)["usage"]
-    assert alone["input_tokens"] + alone["cache_read_input_tokens"] == told["input_tokens"] + told["cache_read_input_tokens"]
+    assert (
+        alone["input_tokens"] + alone["cache_read_input_tokens"]
+        == told["input_tokens"] + told["cache_read_input_tokens"]
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [30, *range(34, 62, 3)])
 def test_a_call_that_was_cut_holds_what_is_complete(server: LiveServer, num_tokens: int) -> None:
     """As Anthropic's client reads it from the stream."""
     found = events(server.post(MESSAGES, request(ONLY_CALL, max_tokens=num_tokens, stream=True)))
-    partial = "".join(event["delta"].get("partial_json", "") for event in found if event["type"] == "content_block_delta")
+    partial = "".join(
+        event["delta"].get("partial_json", "") for event in found if event["type"] == "content_block_delta"
+    )
     whole = create(server, ONLY_CALL, max_tokens=num_tokens)
     assert whole["stop_reason"] == found[-2]["delta"]["stop_reason"] == "max_tokens"
     assert ARGUMENTS.startswith(partial)
@@ -210,14 +227,16 @@ def test_a_fault_in_a_call_is_an_error_event(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("choice", [{"type": "auto"}, {"type": "tool", "name": "f" * 128}])
-def test_names_and_schemas_may_be_all_that_anthropics_api_takes(server: LiveServer, choice: dict[str, Any]) -> None:
+def test_names_and_schemas_may_be_all_that_anthropics_api_takes(
+    server: LiveServer, choice: dict[str, Any]
+) -> None:
     offered = {"name": "f" * 128, "input_schema": {"type": "object", "properties": None, "required": None}}
     answer = create(server, RANDOM, tools=[offered], tool_choice=choice, max_tokens=200)
     if choice["type"] == "tool":
         assert [block["name"] for block in answer["content"]] == ["f" * 128]
 
 
-# -- earlier turns -------------------------------------------------------------------------------------------------------------
+# -- earlier turns -------------------------------------------------------------------------------------------
 
 
 def prompt_of(server: LiveServer, body: dict[str, Any]) -> str:
@@ -256,9 +275,21 @@ def test_calls_and_results_of_earlier_turns_are_those_of_a_chat(server: LiveServ
 
 
 def test_a_result_may_be_empty_and_blocks_may_carry_what_clients_add(server: LiveServer) -> None:
-    used = {"type": "tool_use", "id": "a", "name": "get_time", "input": {}, "caller": {"type": "direct"}, "toolset_name": None}
+    used = {
+        "type": "tool_use",
+        "id": "a",
+        "name": "get_time",
+        "input": {},
+        "caller": {"type": "direct"},
+        "toolset_name": None,
+    }
     for content in ({}, {"content": []}, {"content": None}, {"content": ""}):
-        result = {"type": "tool_result", "tool_use_id": "a", "cache_control": {"type": "ephemeral"}, **content}
+        result = {
+            "type": "tool_result",
+            "tool_use_id": "a",
+            "cache_control": {"type": "ephemeral"},
+            **content,
+        }
         turns = [*ASKED, {"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
         response = server.post(MESSAGES, request(PLAIN, messages=turns))
         assert response.status_code == 200, response.text
@@ -269,14 +300,23 @@ def test_strict_roles_take_a_turn_of_results_and_text() -> None:
     used = {"type": "tool_use", "id": "a", "name": "get_time", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "a", "content": "10"}
     with scripted_server(TEXTS, strict_roles=True) as strict:
-        turns = [*ASKED, {"role": "assistant", "content": [used]}, {"role": "user", "content": [result, text("Well?")]}]
+        turns = [
+            *ASKED,
+            {"role": "assistant", "content": [used]},
+            {"role": "user", "content": [result, text("Well?")]},
+        ]
         assert create(strict, PLAIN, messages=turns, system="s")["stop_reason"] == "end_turn"
         lost = [*ASKED, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": [result]}]
         assert "messages[2].role" in refused(strict, request(PLAIN, messages=lost))["message"]
 
 
 def test_the_length_of_a_prompt_with_tools(server: LiveServer) -> None:
-    for fields in ({}, {"tool_choice": {"type": "any"}}, {"tool_choice": {"type": "none"}}, {"system": "Be brief."}):
+    for fields in (
+        {},
+        {"tool_choice": {"type": "any"}},
+        {"tool_choice": {"type": "none"}},
+        {"system": "Be brief."},
+    ):
         counted = server.post(COUNT, {"messages": ASKED, "tools": OFFERED, **fields})
         used = create(server, PLAIN, **fields)["usage"]
         assert counted.json() == {"input_tokens": used["input_tokens"] + used["cache_read_input_tokens"]}

@@ -40,20 +40,42 @@ USED = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
         ({"tool_choice": "any"}, "'tool_choice'"),
         ({"messages": [{"role": "user", "content": [USED]}]}, "'messages[0].content[0].type'"),
         ({"messages": [*ASKED, {"role": "assistant", "content": [USED]}]}, "'messages[1].content[0]'"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "'messages[0].content[0].tool_use_id'"),
         (
-            {"messages": [*ASKED, {"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}, *ASKED]},
+            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+            "'messages[0].content[0].tool_use_id'",
+        ),
+        (
+            {
+                "messages": [
+                    *ASKED,
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]},
+                    *ASKED,
+                ]
+            },
             ".content[0].input'",
         ),
         (
             {
                 "messages": [
-                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}]}
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}
+                        ],
+                    }
                 ]
             },
             "'messages[0].content[0].content'",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}] * 4096}, *ASKED]}, "'messages'"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}] * 4096},
+                    *ASKED,
+                ]
+            },
+            "'messages'",
+        ),
     ],
 )
 @pytest.mark.parametrize("path", [MESSAGES, COUNT])
@@ -62,11 +84,23 @@ def test_what_is_wrong_is_named(server: LiveServer, fields: dict[str, Any], part
     error = refused(server, body if path == COUNT else {**body, "max_tokens": 3}, path=path)
     assert error["type"] == "invalid_request_error"
     assert part in error["message"]
-    assert "function" not in error["message"] or "a function named" in error["message"] or "two functions" in error["message"]
+    assert (
+        "function" not in error["message"]
+        or "a function named" in error["message"]
+        or "two functions" in error["message"]
+    )
 
 
 def test_calls_that_must_be_made_need_schemas_that_can_be_enforced(server: LiveServer) -> None:
-    odd = [{"name": "f", "input_schema": {"type": "object", "properties": {"a": {"type": "string", "format": "shoe-size"}}}}]
+    odd = [
+        {
+            "name": "f",
+            "input_schema": {
+                "type": "object",
+                "properties": {"a": {"type": "string", "format": "shoe-size"}},
+            },
+        }
+    ]
     error = refused(server, request(PLAIN, tools=odd, tool_choice={"type": "any"}))
     assert "'tools[0].input_schema'" in error["message"]
     assert create(server, PLAIN, tools=odd)["stop_reason"] == "end_turn"
@@ -83,9 +117,15 @@ def test_half_a_character_in_a_schema_or_an_input_harms_nothing(server: LiveServ
         turns = [*ASKED, {"role": "assistant", "content": [used]}, {"role": "user", "content": "a"}]
         body |= {"tools": [{**function, "input_schema": schema}], "messages": turns}
     elif path == "/v1/responses":
-        body = {"input": "a", "tools": [{**function, "type": "function", "parameters": schema}], "max_output_tokens": 3}
+        body = {
+            "input": "a",
+            "tools": [{**function, "type": "function", "parameters": schema}],
+            "max_output_tokens": 3,
+        }
     else:
         body |= {"tools": [{"type": "function", "function": {**function, "parameters": schema}}]}
-    response = server.client.post(path, content=json.dumps(body).encode(), headers={"content-type": "application/json"})
+    response = server.client.post(
+        path, content=json.dumps(body).encode(), headers={"content-type": "application/json"}
+    )
     assert response.status_code in (200, 400), response.text
     server.check_alive()

@@ -32,7 +32,9 @@ ANY: set[str] = set()
 
 GAUGES: dict[str, dict[str, set[str]]] = {
     "build_info": {"version": ANY, "commit": ANY, "python": ANY, "torch": ANY},
-    "model_info": dict.fromkeys(("model", "architecture", "dtype", "quantization", "max_model_len", "fingerprint"), ANY),
+    "model_info": dict.fromkeys(
+        ("model", "architecture", "dtype", "quantization", "max_model_len", "fingerprint"), ANY
+    ),
     "cache_config_info": dict.fromkeys(("block_size", "num_gpu_blocks", "kv_dtype", "prefix_caching"), ANY),
     "startup_duration_seconds": {"phase": {"import", "weights", "compile", "warmup"}},
     "tensor_parallel_size": {},
@@ -61,7 +63,15 @@ COUNTERS: dict[str, dict[str, set[str]]] = {
     "request_rejections": {
         **ENDPOINTS,
         "reason": {
-            *("invalid", "context_length", "model_not_found", "unauthorized", "queue_full", "token_budget", "draining"),
+            *(
+                "invalid",
+                "context_length",
+                "model_not_found",
+                "unauthorized",
+                "queue_full",
+                "token_budget",
+                "draining",
+            ),
             *("not_ready", "too_large"),
         },
     },
@@ -129,15 +139,25 @@ def scraped() -> Iterator[dict[str, Metric]]:
 
 
 def test_no_metric_is_missing_or_unknown(scraped: dict[str, Metric]) -> None:
-    own = {name.removeprefix("gemserve_"): family.type for name, family in scraped.items() if name.startswith("gemserve_")}
-    expected = dict.fromkeys(GAUGES, "gauge") | dict.fromkeys(COUNTERS, "counter") | dict.fromkeys(HISTOGRAMS, "histogram")
+    own = {
+        name.removeprefix("gemserve_"): family.type
+        for name, family in scraped.items()
+        if name.startswith("gemserve_")
+    }
+    expected = (
+        dict.fromkeys(GAUGES, "gauge")
+        | dict.fromkeys(COUNTERS, "counter")
+        | dict.fromkeys(HISTOGRAMS, "histogram")
+    )
     assert own == expected
     assert {"process_resident_memory_bytes", "process_cpu_seconds", "python_gc_collections"} <= set(scraped)
     assert all(family.documentation for family in scraped.values())
 
 
 @pytest.mark.parametrize("name", [*GAUGES, *COUNTERS, *HISTOGRAMS])
-def test_labels_are_fixed_sets_whose_series_exist_before_the_first_request(scraped: dict[str, Metric], name: str) -> None:
+def test_labels_are_fixed_sets_whose_series_exist_before_the_first_request(
+    scraped: dict[str, Metric], name: str
+) -> None:
     expected = {**GAUGES, **COUNTERS, **{key: labels for key, (labels, _) in HISTOGRAMS.items()}}[name]
     found = label_values(scraped[f"gemserve_{name}"])
     assert set(found) == set(expected)
@@ -148,7 +168,11 @@ def test_labels_are_fixed_sets_whose_series_exist_before_the_first_request(scrap
 
 @pytest.mark.parametrize("name", HISTOGRAMS)
 def test_buckets(scraped: dict[str, Metric], name: str) -> None:
-    edges = {sample.labels["le"] for sample in scraped[f"gemserve_{name}"].samples if sample.name.endswith("_bucket")}
+    edges = {
+        sample.labels["le"]
+        for sample in scraped[f"gemserve_{name}"].samples
+        if sample.name.endswith("_bucket")
+    }
     assert [f"{edge:g}" for edge in sorted(float(edge) for edge in edges - {"+Inf"})] == [
         f"{float(edge):g}" for edge in HISTOGRAMS[name][1].split()
     ]
@@ -217,7 +241,9 @@ def test_a_scrape_does_not_wait_for_a_step_that_hangs() -> None:
 
         def post(prompt: list[int]) -> threading.Thread:
             thread = threading.Thread(
-                target=lambda: answers.append(httpx.post(server.url + COMPLETIONS, json={"prompt": prompt}, timeout=120))
+                target=lambda: answers.append(
+                    httpx.post(server.url + COMPLETIONS, json={"prompt": prompt}, timeout=120)
+                )
             )
             thread.start()
             return thread
@@ -231,7 +257,10 @@ def test_a_scrape_does_not_wait_for_a_step_that_hangs() -> None:
             assert server.metric("engine_last_step_timestamp_seconds") >= began - 1
             age = server.metric("requests_waiting_oldest_age_seconds")
             assert server.metric("requests_waiting_oldest_age_seconds") > age
-            assert 'vllm:num_requests_waiting{engine="0",model_name="fake-gemma"} 1.0' in server.client.get("/metrics").text
+            assert (
+                'vllm:num_requests_waiting{engine="0",model_name="fake-gemma"} 1.0'
+                in server.client.get("/metrics").text
+            )
             assert server.metric("ready") == 1
             assert not answers
         finally:
@@ -261,7 +290,10 @@ def test_nobody_waits_for_a_scrape() -> None:
     with live_server() as server:
         server.app.state.server.metrics.registry.register(slow)
         scrapes = [
-            threading.Thread(target=lambda: texts.append(httpx.get(f"{server.url}/metrics", timeout=120).text)) for _ in range(3)
+            threading.Thread(
+                target=lambda: texts.append(httpx.get(f"{server.url}/metrics", timeout=120).text)
+            )
+            for _ in range(3)
         ]
         for scrape in scrapes:
             scrape.start()

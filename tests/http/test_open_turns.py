@@ -34,7 +34,11 @@ def test_the_answer_is_what_a_completion_of_that_prompt_would_be(server: LiveSer
     body = {"messages": [QUESTION, BEGUN], "continue_final_message": True, "max_tokens": 20, "temperature": 0}
     prompt = server.chat(**body, return_token_ids=True)["prompt_token_ids"]
     expected = server.complete(prompt=prompt, max_tokens=20, temperature=0)["choices"][0]["text"]
-    got = joined(CHAT, chunks_of(server, CHAT, body)) if stream else server.chat(**body)["choices"][0]["message"]["content"]
+    got = (
+        joined(CHAT, chunks_of(server, CHAT, body))
+        if stream
+        else server.chat(**body)["choices"][0]["message"]["content"]
+    )
     assert got == expected
 
 
@@ -50,15 +54,23 @@ def test_the_answer_is_what_a_completion_of_that_prompt_would_be(server: LiveSer
         ([{"type": "text", "text": "One"}, {"type": "text", "text": " two "}], "One two"),
     ],
 )
-def test_the_text_of_the_last_message_is_whole_and_stays_text(server: LiveServer, content: Any, end: str) -> None:
-    body = {"messages": [QUESTION, {**BEGUN, "content": content}], "continue_final_message": True, "max_tokens": 1}
+def test_the_text_of_the_last_message_is_whole_and_stays_text(
+    server: LiveServer, content: Any, end: str
+) -> None:
+    body = {
+        "messages": [QUESTION, {**BEGUN, "content": content}],
+        "continue_final_message": True,
+        "max_tokens": 1,
+    }
     tokens = server.chat(**body, return_token_ids=True)["prompt_token_ids"]
     assert TOKENIZER.decode(tokens, skip_special_tokens=False).endswith("<start_of_turn>model\n" + end)
     assert (tokens.count(START_OF_TURN), tokens.count(END_OF_TURN)) == (2, 1)
 
 
 def test_a_turn_of_the_user_can_be_continued_too(server: LiveServer) -> None:
-    assert prompt_of(server, [QUESTION], continue_final_message=True) == "<bos><start_of_turn>user\nName a city."
+    assert (
+        prompt_of(server, [QUESTION], continue_final_message=True) == "<bos><start_of_turn>user\nName a city."
+    )
 
 
 def test_what_contradicts_itself_is_refused(server: LiveServer) -> None:

@@ -26,7 +26,9 @@ def test_completion(client: openai.OpenAI) -> None:
 
 
 def test_chat(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hi"}], max_completion_tokens=5)
+    answer = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "Hi"}], max_completion_tokens=5
+    )
     assert answer.choices[0].message.role == "assistant"
     assert answer.choices[0].message.content
     again = client.chat.completions.create(
@@ -44,10 +46,14 @@ def test_chat(client: openai.OpenAI) -> None:
 
 def test_streams_equal_the_answers_in_one_piece(client: openai.OpenAI) -> None:
     whole = client.completions.create(model=MODEL, prompt="Hello", max_tokens=30, temperature=1, seed=5)
-    stream = client.completions.create(model=MODEL, prompt="Hello", max_tokens=30, temperature=1, seed=5, stream=True)
+    stream = client.completions.create(
+        model=MODEL, prompt="Hello", max_tokens=30, temperature=1, seed=5, stream=True
+    )
     assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
     messages: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "Hi"}]
-    chat = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=30, temperature=1, seed=5)
+    chat = client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=30, temperature=1, seed=5
+    )
     chunks = list(
         client.chat.completions.create(
             model=MODEL,
@@ -114,17 +120,23 @@ def test_extensions_go_through_extra_body(client: openai.OpenAI) -> None:
         max_tokens=3,
         extra_body={"continue_final_message": True, "add_generation_prompt": False, "return_token_ids": True},
     )
-    assert len((chat.model_extra or {})["prompt_token_ids"]) == (chat.usage.prompt_tokens if chat.usage else 0)
+    assert len((chat.model_extra or {})["prompt_token_ids"]) == (
+        chat.usage.prompt_tokens if chat.usage else 0
+    )
     assert len((chat.choices[0].model_extra or {})["token_ids"]) == 3
     only_ids = {"return_token_ids": True}
-    for piece in client.completions.create(model=MODEL, prompt="Hello", max_tokens=3, stream=True, extra_body=only_ids):
+    for piece in client.completions.create(
+        model=MODEL, prompt="Hello", max_tokens=3, stream=True, extra_body=only_ids
+    ):
         assert "token_ids" in (piece.choices[0].model_extra or {})
 
 
 def test_the_clients_request_id_is_the_answers_id(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt="Hello", max_tokens=1)
     assert answer._request_id == answer.id
-    chosen = client.completions.create(model=MODEL, prompt="Hello", max_tokens=1, extra_headers={"X-Request-Id": "mine"})
+    chosen = client.completions.create(
+        model=MODEL, prompt="Hello", max_tokens=1, extra_headers={"X-Request-Id": "mine"}
+    )
     assert chosen._request_id == "mine"
     raw = client.completions.with_raw_response.create(model=MODEL, prompt="Hello", max_tokens=1)
     assert int(raw.headers["openai-processing-ms"]) >= 0
@@ -132,5 +144,7 @@ def test_the_clients_request_id_is_the_answers_id(client: openai.OpenAI) -> None
 
 def test_fields_without_a_meaning_here_are_named_in_a_header(client: openai.OpenAI) -> None:
     extra = {"frobnicate": 1, "store": True}
-    raw = client.completions.with_raw_response.create(model=MODEL, prompt="Hello", max_tokens=1, extra_body=extra)
+    raw = client.completions.with_raw_response.create(
+        model=MODEL, prompt="Hello", max_tokens=1, extra_body=extra
+    )
     assert set(raw.headers["x-gemserve-ignored-parameters"].split(", ")) == set(extra)

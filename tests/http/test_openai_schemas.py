@@ -1,5 +1,5 @@
-"""Raw answers and every chunk of a stream validate against OpenAI's published schemas, and hold no field that these do not name
-unless it was asked for."""
+"""Raw answers and every chunk of a stream validate against OpenAI's published schemas, and hold no field that
+these do not name unless it was asked for."""
 
 import json
 from collections.abc import Iterator
@@ -19,7 +19,8 @@ USAGE = {"stream_options": {"include_usage": True}}
 
 
 def schema(value: Any, *, closed: bool) -> Any:
-    """OpenAPI's ``nullable`` in the words of JSON Schema; closed: objects have no other properties than those named."""
+    """OpenAPI's ``nullable`` in the words of JSON Schema; closed: objects have no other properties than those
+    named."""
     if isinstance(value, list):
         return [schema(item, closed=closed) for item in value]
     if not isinstance(value, dict):
@@ -45,16 +46,27 @@ def changed(name: str, *path: str, **fields: Any) -> Any:
     return document
 
 
-# "The streamed and non-streamed response objects share the same shape", says the document; but until its last chunk a choice has
-# no reason, and with include_usage all chunks but one have null for the usage, as the description of that option says.
-_CHUNKS = changed("CreateCompletionResponse", "properties", "choices", "items", "properties", "finish_reason", nullable=True)
+# "The streamed and non-streamed response objects share the same shape", says the document; but until its last
+# chunk a choice has no reason, and with include_usage all chunks but one have null for the usage, as the
+# description of that option says.
+_CHUNKS = changed(
+    "CreateCompletionResponse", "properties", "choices", "items", "properties", "finish_reason", nullable=True
+)
 _CHUNKS["components"]["schemas"]["CreateCompletionResponse"]["properties"]["usage"]["nullable"] = True
-COMPLETION, COMPLETION_CHUNK = validator("CreateCompletionResponse"), validator("CreateCompletionResponse", document=_CHUNKS)
-CHAT_ANSWER, CHAT_CHUNK = validator("CreateChatCompletionResponse"), validator("CreateChatCompletionStreamResponse")
+COMPLETION, COMPLETION_CHUNK = (
+    validator("CreateCompletionResponse"),
+    validator("CreateCompletionResponse", document=_CHUNKS),
+)
+CHAT_ANSWER, CHAT_CHUNK = (
+    validator("CreateChatCompletionResponse"),
+    validator("CreateChatCompletionStreamResponse"),
+)
 
 # The first token of an echoed prompt has no log-probability: null stands there in OpenAI's own answers.
 _ECHO = changed("CreateCompletionResponse")
-_LISTS = _ECHO["components"]["schemas"]["CreateCompletionResponse"]["properties"]["choices"]["items"]["properties"]["logprobs"]
+_LISTS = _ECHO["components"]["schemas"]["CreateCompletionResponse"]["properties"]["choices"]["items"][
+    "properties"
+]["logprobs"]
 for _list in ("token_logprobs", "top_logprobs"):
     _LISTS["anyOf"][0]["properties"][_list]["items"]["nullable"] = True
 ECHO = validator("CreateCompletionResponse", document=_ECHO)
@@ -126,7 +138,9 @@ def test_chat_chunks(server: LiveServer, options: dict[str, Any], usage: dict[st
 
 def test_embeddings(server: LiveServer) -> None:
     embeddings = validator("CreateEmbeddingResponse")
-    embeddings.validate(server.post("/v1/embeddings", {"input": ["a", "b"], "encoding_format": "float"}).json())
+    embeddings.validate(
+        server.post("/v1/embeddings", {"input": ["a", "b"], "encoding_format": "float"}).json()
+    )
 
 
 def test_models(server: LiveServer) -> None:

@@ -1,5 +1,6 @@
-"""/openapi.json is true, and /docs shows it without anything from elsewhere. That answers are as described is checked wherever a
-test gets one (`openapi_contract`); here it is shown that this check sees what is wrong, and that nothing escapes it."""
+"""/openapi.json is true, and /docs shows it without anything from elsewhere. That answers are as described is
+checked wherever a test gets one (`openapi_contract`); here it is shown that this check sees what is wrong,
+and that nothing escapes it."""
 
 import json
 import re
@@ -25,7 +26,9 @@ def changed(
     given = {**response.headers, **{name.replace("_", "-"): value for name, value in headers.items()}}
     kept = {name: value for name, value in given.items() if value is not None and name != "content-length"}
     content = (response.text if text is None else text).encode()
-    return httpx.Response(status or response.status_code, headers=kept, content=content, request=response.request)
+    return httpx.Response(
+        status or response.status_code, headers=kept, content=content, request=response.request
+    )
 
 
 def test_the_check_sees_what_is_not_described(server: LiveServer) -> None:
@@ -37,7 +40,10 @@ def test_the_check_sees_what_is_not_described(server: LiveServer) -> None:
         changed(answer, x_request_id=None),
         changed(answer, content_type="text/plain"),
         changed(answer, openai_processing_ms="soon"),
-        *(changed(answer, text=json.dumps(value)) for value in ({**body, "more": 1}, {**body, "created": "now"}, {})),
+        *(
+            changed(answer, text=json.dumps(value))
+            for value in ({**body, "more": 1}, {**body, "created": "now"}, {})
+        ),
         changed(answer, text=json.dumps({**body, "usage": {**body["usage"], "more": 1}})),
     ]
     stream = server.post("/v1/completions", {**COMPLETION, "stream": True})
@@ -60,14 +66,21 @@ def test_the_check_sees_what_is_not_described(server: LiveServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "stream", [{}, {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}, STREAM_USAGE]
+    "stream",
+    [{}, {"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}, STREAM_USAGE],
 )
 @pytest.mark.parametrize(
     "options",
-    [{}, {"return_token_ids": True, "return_timings": True, "return_tokens_as_token_ids": True}, {"max_tokens": 0}],
+    [
+        {},
+        {"return_token_ids": True, "return_timings": True, "return_tokens_as_token_ids": True},
+        {"max_tokens": 0},
+    ],
     ids=str,
 )
-def test_answers_with_all_that_can_be_asked_for(server: LiveServer, options: dict[str, Any], stream: dict[str, Any]) -> None:
+def test_answers_with_all_that_can_be_asked_for(
+    server: LiveServer, options: dict[str, Any], stream: dict[str, Any]
+) -> None:
     """`post` checks them."""
     logprobs = {} if stream else {"prompt_logprobs": 2}
     labels = {"logprob_token_ids": [400, 401]}
@@ -96,7 +109,9 @@ def test_every_route_is_described_and_every_description_is_a_route(server: LiveS
         if method != "HEAD" and route.path not in ("/openapi.json", "/docs", *ASSETS)
     }
     assert len(routes) > 10
-    described = {(method.upper(), path) for path, operations in document()["paths"].items() for method in operations}
+    described = {
+        (method.upper(), path) for path, operations in document()["paths"].items() for method in operations
+    }
     assert routes == described
     assert server.client.get("/openapi.json").json() == document()
 
@@ -116,7 +131,10 @@ def test_every_answer_has_its_statuses_headers_and_models() -> None:
             for status in {"429", "503"} & set(answers):
                 assert answers[status]["headers"]["retry-after"]["required"]
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
-        assert set(document()["paths"][path]["post"]["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+        assert set(document()["paths"][path]["post"]["responses"]["200"]["content"]) == {
+            "application/json",
+            "text/event-stream",
+        }
 
 
 def test_references_lead_somewhere_and_nothing_is_described_in_vain() -> None:
@@ -144,7 +162,7 @@ def test_what_is_not_described_is_checked_nowhere() -> None:
     assert operation_of("PUT", "/v1/models") is None
 
 
-# -- the page ------------------------------------------------------------------------------------------------------------------
+# -- the page ------------------------------------------------------------------------------------------------
 
 
 def test_the_page_and_all_that_it_loads_come_from_this_server(server: LiveServer) -> None:
@@ -161,7 +179,9 @@ def test_the_page_and_all_that_it_loads_come_from_this_server(server: LiveServer
         assert len(asset.content) > 50
     start = server.client.get("/docs/start.js").text
     assert 'url: "openapi.json"' in start
-    assert "validatorUrl: null" in start  # else its makers' site is asked about every document that is not local
+    assert (
+        "validatorUrl: null" in start
+    )  # else its makers' site is asked about every document that is not local
     # Fonts and images of the style sheet are in it.
     style = server.client.get("/docs/swagger-ui.css").text
     assert all(target.strip("\"'").startswith("data:") for target in re.findall(r"url\(([^)]*)\)", style))
@@ -169,7 +189,10 @@ def test_the_page_and_all_that_it_loads_come_from_this_server(server: LiveServer
 
 
 def test_the_browser_is_told_to_load_nothing_from_elsewhere(server: LiveServer) -> None:
-    policy = dict(part.strip().split(" ", 1) for part in server.client.get("/docs").headers["content-security-policy"].split(";"))
+    policy = dict(
+        part.strip().split(" ", 1)
+        for part in server.client.get("/docs").headers["content-security-policy"].split(";")
+    )
     assert policy["default-src"] == "'none'"
     for name in ("script-src", "connect-src", "style-src", "img-src"):
         assert set(policy[name].split()) <= {"'self'", "'unsafe-inline'", "data:"}
@@ -184,5 +207,11 @@ def test_the_page_is_behind_the_key_too() -> None:
 
 
 def test_no_other_file_of_the_package_is_served(server: LiveServer) -> None:
-    for path in ("/docs/", "/docs/redoc.standalone.js", "/docs/../core.py", "/docs/..%2fcore.py", "/docs/%2e%2e/core.py"):
+    for path in (
+        "/docs/",
+        "/docs/redoc.standalone.js",
+        "/docs/../core.py",
+        "/docs/..%2fcore.py",
+        "/docs/%2e%2e/core.py",
+    ):
         assert server.client.get(path).status_code == 404

@@ -1,4 +1,5 @@
-"""The field ``priority`` on every endpoint that computes: the order in which waiting requests start, if the server has one."""
+"""The field ``priority`` on every endpoint that computes: the order in which waiting requests start, if the
+server has one."""
 
 import re
 import threading
@@ -38,7 +39,9 @@ def one_at_a_time() -> Iterator[LiveServer]:
         yield live
 
 
-def test_the_most_urgent_of_the_waiting_starts_first(one_at_a_time: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_most_urgent_of_the_waiting_starts_first(
+    one_at_a_time: LiveServer, caplog: pytest.LogCaptureFixture
+) -> None:
     server = one_at_a_time
     caplog.set_level("INFO", logger="gemserve.request")
 
@@ -47,7 +50,9 @@ def test_the_most_urgent_of_the_waiting_starts_first(one_at_a_time: LiveServer, 
         headers = {"x-request-id": f"priority:{priority}"}
         assert server.post(path, {**body, "priority": priority}, headers=headers).status_code == 200
 
-    with server.open_request({"prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": True}) as connection:
+    with server.open_request(
+        {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    ) as connection:
         assert connection.recv(1) == b"H"
         threads = []
         for number, priority in enumerate((3, -1, 2, -4, 0), start=1):

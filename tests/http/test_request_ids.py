@@ -1,4 +1,5 @@
-"""A request is found in the log by the id in its body and by the one in its header; answers in one piece say where time went."""
+"""A request is found in the log by the id in its body and by the one in its header; answers in one piece say
+where time went."""
 
 import logging
 import re
@@ -19,7 +20,12 @@ ENDPOINTS: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body", "prefix"), ENDPOINTS)
 def test_header_body_and_log_hold_one_id(
-    server: LiveServer, caplog: pytest.LogCaptureFixture, path: str, body: dict[str, Any], prefix: str, stream: bool
+    server: LiveServer,
+    caplog: pytest.LogCaptureFixture,
+    path: str,
+    body: dict[str, Any],
+    prefix: str,
+    stream: bool,
 ) -> None:
     with caplog.at_level(logging.INFO, logger="gemserve.request"):
         response = server.post(path, {**body, "stream": stream})
@@ -58,7 +64,9 @@ def phases(response: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("path", "body", "prefix"), ENDPOINTS)
-def test_an_answer_in_one_piece_says_where_its_time_went(path: str, body: dict[str, Any], prefix: str) -> None:
+def test_an_answer_in_one_piece_says_where_its_time_went(
+    path: str, body: dict[str, Any], prefix: str
+) -> None:
     with live_server(fake_engine_factory(FakeRunner(step_delay=0.02), max_num_seqs=1)) as slow:
         response = slow.post(path, {**body, "max_tokens": 4, "temperature": 1, "n": 2})
         times, total = phases(response), int(response.headers["openai-processing-ms"])

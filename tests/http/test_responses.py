@@ -1,4 +1,5 @@
-"""POST /v1/responses over HTTP: the same prompt and text as the same chat, typed events, items that come back."""
+"""POST /v1/responses over HTTP: the same prompt and text as the same chat, typed events, items that come
+back."""
 
 import json
 from typing import Any
@@ -7,7 +8,16 @@ import jsonschema
 import pytest
 
 from tests.http.live_server import LiveServer, error_of
-from tests.http.response_requests import CHAT_TOOLS, RESPONSES, TOOLS, events_of, kinds, respond, stable, text_of
+from tests.http.response_requests import (
+    CHAT_TOOLS,
+    RESPONSES,
+    TOOLS,
+    events_of,
+    kinds,
+    respond,
+    stable,
+    text_of,
+)
 from tests.http.tool_requests import (
     ARGUMENTS,
     FAILING,
@@ -28,7 +38,7 @@ def server(scripted: LiveServer) -> LiveServer:
     return scripted
 
 
-# -- answers -------------------------------------------------------------------------------------------------------------------
+# -- answers -------------------------------------------------------------------------------------------------
 
 
 def test_a_text_is_one_message(server: LiveServer) -> None:
@@ -37,9 +47,14 @@ def test_a_text_is_one_message(server: LiveServer) -> None:
     assert (response["object"], response["status"], response["error"]) == ("response", "completed", None)
     [item] = response["output"]
     assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
-    assert item["content"] == [{"type": "output_text", "text": TEXTS[PLAIN], "annotations": [], "logprobs": []}]
+    assert item["content"] == [
+        {"type": "output_text", "text": TEXTS[PLAIN], "annotations": [], "logprobs": []}
+    ]
     assert response["usage"]["output_tokens"] == len(TOKENIZER.encode_plain(TEXTS[PLAIN])) + 1
-    assert response["usage"]["total_tokens"] == response["usage"]["input_tokens"] + response["usage"]["output_tokens"]
+    assert (
+        response["usage"]["total_tokens"]
+        == response["usage"]["input_tokens"] + response["usage"]["output_tokens"]
+    )
     assert (response["store"], response["metadata"], response["tool_choice"], response["tools"]) == (
         False,
         {"a": "b"},
@@ -50,7 +65,12 @@ def test_a_text_is_one_message(server: LiveServer) -> None:
 
 
 def test_answers_are_as_described(server: LiveServer) -> None:
-    body = {"input": [{"role": "user", "content": "x"}], "tools": TOOLS, "top_logprobs": 1, "text": {"format": {"type": "text"}}}
+    body = {
+        "input": [{"role": "user", "content": "x"}],
+        "tools": TOOLS,
+        "top_logprobs": 1,
+        "text": {"format": {"type": "text"}},
+    }
     jsonschema.validate(body, described(server, "ResponseRequest"))
     for seed in (TWO_CALLS, PLAIN):
         jsonschema.validate(respond(server, **body, seed=seed), described(server, "ResponseObject"))
@@ -59,7 +79,14 @@ def test_answers_are_as_described(server: LiveServer) -> None:
 
 
 def test_headers_are_those_of_the_other_endpoints(server: LiveServer) -> None:
-    body = {"input": "Weather?", "seed": PLAIN, "store": True, "metadata": {}, "max_tool_calls": 3, "unheard_of": 1}
+    body = {
+        "input": "Weather?",
+        "seed": PLAIN,
+        "store": True,
+        "metadata": {},
+        "max_tool_calls": 3,
+        "unheard_of": 1,
+    }
     response = server.post(RESPONSES, body)
     assert response.headers["x-request-id"] == response.json()["id"]
     assert response.headers["x-gemserve-ignored-parameters"] == "max_tool_calls, metadata, store, unheard_of"
@@ -74,33 +101,49 @@ def test_input_is_the_prompt_of_the_same_chat(server: LiveServer) -> None:
         "Weather?",
         [user],
         [{"type": "message", **user}],
-        [{"role": "user", "content": [{"type": "input_text", "text": "Wea"}, {"type": "input_text", "text": "ther?"}]}],
+        [
+            {
+                "role": "user",
+                "content": [{"type": "input_text", "text": "Wea"}, {"type": "input_text", "text": "ther?"}],
+            }
+        ],
     ):
-        response = respond(server, input=given, instructions="Be brief.", tools=TOOLS, seed=RANDOM, max_output_tokens=20)
+        response = respond(
+            server, input=given, instructions="Be brief.", tools=TOOLS, seed=RANDOM, max_output_tokens=20
+        )
         assert response["usage"]["input_tokens"] == expected["usage"]["prompt_tokens"]
         assert text_of(response) == expected["choices"][0]["message"]["content"]
     developer = [{"role": "developer", "content": "Be brief."}, user]
     assert (
-        respond(server, input=developer, tools=TOOLS, seed=RANDOM, max_output_tokens=20)["usage"]["input_tokens"]
+        respond(server, input=developer, tools=TOOLS, seed=RANDOM, max_output_tokens=20)["usage"][
+            "input_tokens"
+        ]
         == (expected["usage"]["prompt_tokens"])
     )
 
 
 def test_a_second_request_finds_the_first_ones_prompt(server: LiveServer) -> None:
     respond(server, input="a" * 200, seed=PLAIN)
-    assert respond(server, input="a" * 200, seed=PLAIN)["usage"]["input_tokens_details"]["cached_tokens"] > 100
+    assert (
+        respond(server, input="a" * 200, seed=PLAIN)["usage"]["input_tokens_details"]["cached_tokens"] > 100
+    )
 
 
 def test_a_limit_makes_it_incomplete(server: LiveServer) -> None:
     response = respond(server, seed=PLAIN, max_output_tokens=5)
-    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert (response["status"], response["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "max_output_tokens"},
+    )
     assert response["output"][0]["status"] == "incomplete"
     assert text_of(response) == TEXTS[PLAIN][:5]
     assert response["completed_at"] is None
     cut = respond(server, seed=ONLY_CALL, tools=TOOLS, max_output_tokens=50)
     assert cut["output"][0]["status"] == "incomplete"
     assert ARGUMENTS.startswith(cut["output"][0]["arguments"])
-    assert respond(server, seed=RANDOM, tools=TOOLS, tool_choice="required", max_output_tokens=3)["output"] == []
+    assert (
+        respond(server, seed=RANDOM, tools=TOOLS, tool_choice="required", max_output_tokens=3)["output"] == []
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -120,16 +163,23 @@ def test_log_probabilities_of_the_text(server: LiveServer) -> None:
     assert b"".join(bytes(entry["bytes"]) for entry in entries[:-1]).decode() == TEXTS[PLAIN]
     events = events_of(server, **body)
     assert stable(events[-1]["response"]) == stable(response)
-    streamed = [entry for event in events if event["type"].endswith("text.delta") for entry in event["logprobs"]]
+    streamed = [
+        entry for event in events if event["type"].endswith("text.delta") for entry in event["logprobs"]
+    ]
     assert streamed == entries[: len(streamed)]
     assert len(streamed) >= len(entries) - 4  # the last run of bytes, and the end
 
 
-# -- formats and tools ---------------------------------------------------------------------------------------------------------
+# -- formats and tools ---------------------------------------------------------------------------------------
 
 
 def test_formats_constrain_the_text(server: LiveServer) -> None:
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     text_format = {"type": "json_schema", "name": "thing", "schema": schema, "strict": True}
     response = respond(server, seed=RANDOM, text={"format": text_format})
     jsonschema.validate(json.loads(text_of(response)), schema)
@@ -142,7 +192,11 @@ def test_calls_are_items(server: LiveServer) -> None:
     response = respond(server, seed=TWO_CALLS, tools=TOOLS)
     message, weather, time = response["output"]
     assert message["content"][0]["text"] == "Let me see."
-    assert (weather["type"], weather["name"], weather["arguments"]) == ("function_call", "get_weather", ARGUMENTS)
+    assert (weather["type"], weather["name"], weather["arguments"]) == (
+        "function_call",
+        "get_weather",
+        ARGUMENTS,
+    )
     assert (time["name"], time["arguments"], time["status"]) == ("get_time", "{}", "completed")
     assert len({item["id"] for item in response["output"]}) == 3
     assert weather["call_id"] != time["call_id"]
@@ -179,24 +233,36 @@ def test_items_of_the_answer_come_back_as_input(server: LiveServer) -> None:
         for item in reversed(output)
         if item["type"] == "function_call"
     ]
-    results[0]["output"] = [{"type": "input_text", "text": "result "}, {"type": "input_text", "text": "get_time"}]
-    response = respond(server, input=[user, *output, *results, user], tools=TOOLS, seed=PLAIN, instructions="Brief.")
+    results[0]["output"] = [
+        {"type": "input_text", "text": "result "},
+        {"type": "input_text", "text": "get_time"},
+    ]
+    response = respond(
+        server, input=[user, *output, *results, user], tools=TOOLS, seed=PLAIN, instructions="Brief."
+    )
     calls = [
-        {"id": item["call_id"], "type": "function", "function": {"name": item["name"], "arguments": item["arguments"]}}
+        {
+            "id": item["call_id"],
+            "type": "function",
+            "function": {"name": item["name"], "arguments": item["arguments"]},
+        }
         for item in output[1:]
     ]
     messages = [
         {"role": "system", "content": "Brief."},
         user,
         {"role": "assistant", "content": "Let me see.", "tool_calls": calls},
-        *({"role": "tool", "tool_call_id": call["id"], "content": f"result {call['function']['name']}"} for call in calls),
+        *(
+            {"role": "tool", "tool_call_id": call["id"], "content": f"result {call['function']['name']}"}
+            for call in calls
+        ),
         user,
     ]
     tokenized = server.post("/tokenize", {"messages": messages, "tools": CHAT_TOOLS}).json()
     assert response["usage"]["input_tokens"] == tokenized["count"]
 
 
-# -- streams -------------------------------------------------------------------------------------------------------------------
+# -- streams -------------------------------------------------------------------------------------------------
 
 MESSAGE_EVENTS = [
     "output_item.added",
@@ -206,8 +272,18 @@ MESSAGE_EVENTS = [
     "content_part.done",
     "output_item.done",
 ]
-CALL_EVENTS = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
-NO_ARGUMENTS = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
+CALL_EVENTS = [
+    "output_item.added",
+    "function_call_arguments.delta",
+    "function_call_arguments.done",
+    "output_item.done",
+]
+NO_ARGUMENTS = [
+    "output_item.added",
+    "function_call_arguments.delta",
+    "function_call_arguments.done",
+    "output_item.done",
+]
 
 
 @pytest.mark.parametrize(
@@ -251,8 +327,12 @@ def test_an_error_after_the_first_token_is_a_failed_response(server: LiveServer)
     assert response["output"][0]["status"] == "incomplete"
 
 
-@pytest.mark.parametrize(("seed", "stream"), [(FAILING_AT_ONCE, True), (FAILING_AT_ONCE, False), (FAILING, False)])
-def test_an_error_before_the_first_token_is_an_http_error(server: LiveServer, seed: int, stream: bool) -> None:
+@pytest.mark.parametrize(
+    ("seed", "stream"), [(FAILING_AT_ONCE, True), (FAILING_AT_ONCE, False), (FAILING, False)]
+)
+def test_an_error_before_the_first_token_is_an_http_error(
+    server: LiveServer, seed: int, stream: bool
+) -> None:
     response = server.post(RESPONSES, {"input": "Weather?", "temperature": 1, "seed": seed, "stream": stream})
     assert response.status_code == 500
     assert error_of(response)["code"] == "internal_error"

@@ -1,4 +1,5 @@
-"""/v1/responses through the official Python client, unchanged: create, stream and parse, and the turn after a call."""
+"""/v1/responses through the official Python client, unchanged: create, stream and parse, and the turn after a
+call."""
 
 import json
 from collections.abc import Iterator
@@ -46,12 +47,16 @@ def test_text(client: openai.OpenAI) -> None:
 
 def test_a_whole_conversation_with_calls(client: openai.OpenAI) -> None:
     history: ResponseInputParam = [{"role": "user", "content": "Weather?"}]
-    first = client.responses.create(model=MODEL, input=history, tools=TOOLS, temperature=1, extra_body={"seed": TWO_CALLS})
+    first = client.responses.create(
+        model=MODEL, input=history, tools=TOOLS, temperature=1, extra_body={"seed": TWO_CALLS}
+    )
     history += validated(first).output  # type: ignore[arg-type]
     calls = [item for item in first.output if item.type == "function_call"]
     assert [(call.name, call.arguments) for call in calls] == [("get_weather", ARGUMENTS), ("get_time", "{}")]
     history += [{"type": "function_call_output", "call_id": call.call_id, "output": "x"} for call in calls]
-    last = client.responses.create(model=MODEL, input=history, tools=TOOLS, temperature=1, extra_body={"seed": PLAIN})
+    last = client.responses.create(
+        model=MODEL, input=history, tools=TOOLS, temperature=1, extra_body={"seed": PLAIN}
+    )
     assert validated(last).output_text == TEXTS[PLAIN]
 
 
@@ -61,7 +66,10 @@ def test_the_streaming_helper(client: openai.OpenAI) -> None:
     ) as stream:
         events = list(stream)
         final = stream.get_final_response()
-    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "Let me see."
+    assert (
+        "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        == "Let me see."
+    )
     deltas = [event for event in events if event.type == "response.function_call_arguments.delta"]
     assert "".join(event.delta for event in deltas) == ARGUMENTS + "{}"
     assert deltas[-1].snapshot == "{}"
@@ -71,7 +79,12 @@ def test_the_streaming_helper(client: openai.OpenAI) -> None:
 def test_plain_events(client: openai.OpenAI) -> None:
     events = list(
         client.responses.create(
-            model=MODEL, input="Weather?", tools=TOOLS, stream=True, temperature=1, extra_body={"seed": TWO_CALLS}
+            model=MODEL,
+            input="Weather?",
+            tools=TOOLS,
+            stream=True,
+            temperature=1,
+            extra_body={"seed": TWO_CALLS},
         )
     )
     assert events[0].type == "response.created"
@@ -106,10 +119,16 @@ def test_parsed_arguments(client: openai.OpenAI) -> None:
 
 
 def test_a_failure_and_an_incomplete_answer_are_seen(client: openai.OpenAI) -> None:
-    events = list(client.responses.create(model=MODEL, input="x", stream=True, temperature=1, extra_body={"seed": FAILING}))
+    events = list(
+        client.responses.create(
+            model=MODEL, input="x", stream=True, temperature=1, extra_body={"seed": FAILING}
+        )
+    )
     assert events[-1].type == "response.failed"
     assert events[-1].response.error is not None
-    cut = client.responses.create(model=MODEL, input="x", max_output_tokens=3, temperature=1, extra_body={"seed": PLAIN})
+    cut = client.responses.create(
+        model=MODEL, input="x", max_output_tokens=3, temperature=1, extra_body={"seed": PLAIN}
+    )
     assert cut.incomplete_details is not None
     assert cut.incomplete_details.reason == "max_output_tokens"
 

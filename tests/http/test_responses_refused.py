@@ -1,4 +1,5 @@
-"""POST /v1/responses over HTTP: what is refused and what is taken without effect, and the machinery that all endpoints share."""
+"""POST /v1/responses over HTTP: what is refused and what is taken without effect, and the machinery that all
+endpoints share."""
 
 import json
 import socket
@@ -18,7 +19,7 @@ def server(scripted: LiveServer) -> LiveServer:
     return scripted
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------------------
+# -- what is refused -----------------------------------------------------------------------------------------
 
 USER = {"role": "user", "content": "x"}
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
@@ -48,8 +49,16 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "input[1].arguments",
         "missing_required_parameter",
     ),
-    ({"input": [USER, {"type": "function_call_output", "output": "x"}]}, "input[1].call_id", "missing_required_parameter"),
-    ({"input": [USER, {"type": "function_call_output", "call_id": "c"}]}, "input[1].output", "missing_required_parameter"),
+    (
+        {"input": [USER, {"type": "function_call_output", "output": "x"}]},
+        "input[1].call_id",
+        "missing_required_parameter",
+    ),
+    (
+        {"input": [USER, {"type": "function_call_output", "call_id": "c"}]},
+        "input[1].output",
+        "missing_required_parameter",
+    ),
     ({"input": [{"role": "assistant", "content": "x"}]}, "input[0].role", "invalid_value"),
     ({"previous_response_id": "resp_1"}, "previous_response_id", "unsupported_parameter"),
     ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
@@ -66,7 +75,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"top_logprobs": 21}, "top_logprobs", "integer_above_max_value"),
     ({"include": ["x"]}, "include[0]", "invalid_value"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_value"),
-    ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "missing_required_parameter"),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "a"}}},
+        "text.format.schema",
+        "missing_required_parameter",
+    ),
     (
         {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "objekt"}}}},
         "text.format.schema",
@@ -76,7 +89,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_value"),
     ({"tools": [{"type": "function"}]}, "tools[0].name", "missing_required_parameter"),
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].name", "invalid_value"),
-    ({"tools": [{"type": "function", "name": "f", "parameters": {"properties": 5}}]}, "tools[0].parameters", "invalid_value"),
+    (
+        {"tools": [{"type": "function", "name": "f", "parameters": {"properties": 5}}]},
+        "tools[0].parameters",
+        "invalid_value",
+    ),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "invalid_value"),
     ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice", "unsupported_value"),
     ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
@@ -112,9 +129,22 @@ def test_what_is_wrong_is_named(server: LiveServer, fields: dict[str, Any], para
 @pytest.mark.parametrize(
     "fields",
     [
-        dict.fromkeys(("instructions", "tools", "text", "include", "previous_response_id", "conversation", "background")),
-        {"background": False, "truncation": "disabled", "tools": [], "text": {}, "reasoning": {}, "tool_choice": "none"},
-        {"text": {"format": {"type": "text"}}, "include": ["reasoning.encrypted_content"], "parallel_tool_calls": True},
+        dict.fromkeys(
+            ("instructions", "tools", "text", "include", "previous_response_id", "conversation", "background")
+        ),
+        {
+            "background": False,
+            "truncation": "disabled",
+            "tools": [],
+            "text": {},
+            "reasoning": {},
+            "tool_choice": "none",
+        },
+        {
+            "text": {"format": {"type": "text"}},
+            "include": ["reasoning.encrypted_content"],
+            "parallel_tool_calls": True,
+        },
         {"stream_options": None, "top_k": 5, "seed": 3, "stop": "x", "user": "u"},
         {"input": [{"role": "user", "content": []}]},
         {"input": [{"type": None, "role": "user", "content": "x", "status": None, "phase": None}]},
@@ -140,7 +170,9 @@ def test_a_body_that_is_no_object_is_refused(server: LiveServer, body: bytes) ->
 
 
 def test_other_refusals_are_those_of_the_other_endpoints(server: LiveServer) -> None:
-    assert server.refused(RESPONSES, {"input": "x", "model": "other"}, status=404)["code"] == "model_not_found"
+    assert (
+        server.refused(RESPONSES, {"input": "x", "model": "other"}, status=404)["code"] == "model_not_found"
+    )
     streamed = server.post(RESPONSES, {"input": "x", "stream": True, "temperature": 3})
     assert (streamed.status_code, streamed.headers["content-type"]) == (400, "application/json")
     response = server.client.get(RESPONSES)
@@ -151,7 +183,7 @@ def test_other_refusals_are_those_of_the_other_endpoints(server: LiveServer) -> 
     server.check_alive()
 
 
-# -- the machinery that all endpoints share ------------------------------------------------------------------------------------
+# -- the machinery that all endpoints share ------------------------------------------------------------------
 
 
 def test_requests_are_counted_under_their_own_name(server: LiveServer) -> None:
@@ -193,9 +225,7 @@ def test_a_client_that_leaves_stops_its_work_and_needs_the_key(stream: bool) -> 
         assert slow.post(RESPONSES, {"input": "x"}).status_code == 401
         slow.client.headers["authorization"] = "Bearer secret"
         payload = json.dumps({"input": "x", "seed": 0, "temperature": 1, "stream": stream}).encode()
-        head = (
-            "POST /v1/responses HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer secret\r\ncontent-type: application/json\r\n"
-        )
+        head = "POST /v1/responses HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer secret\r\ncontent-type: application/json\r\n"
         with socket.create_connection(("127.0.0.1", slow.port), timeout=60) as connection:
             connection.sendall(f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload)
             slow.wait_for(lambda: slow.metric("requests_running") == 1, seconds=60)

@@ -81,7 +81,10 @@ def test_generated_tokens_and_requests_add_up(server: LiveServer) -> None:
     server.post(COMPLETIONS, {"prompt": []})
     server.post(COMPLETIONS, {"prompt": "a", "model": "x"})
     server.post(CHAT, {})
-    assert server.metric("generation_tokens_total") - tokens == sum(item["completion_tokens"] for item in usage) + 5
+    assert (
+        server.metric("generation_tokens_total") - tokens
+        == sum(item["completion_tokens"] for item in usage) + 5
+    )
     assert outcomes() - counted == 6
 
 
@@ -97,8 +100,16 @@ def test_phases_are_measured_however_a_request_ends(server: LiveServer, options:
 
 def test_counters_never_go_back_and_stay_through_scrapes_under_load(server: LiveServer) -> None:
     def counters() -> dict[str, float]:
-        lines = [line.rsplit(" ", 1) for line in server.client.get("/metrics").text.splitlines() if not line.startswith("#")]
-        return {name: float(value) for name, value in lines if re.match(r"gemserve_\w+_(total|count|sum|bucket)\b", name)}
+        lines = [
+            line.rsplit(" ", 1)
+            for line in server.client.get("/metrics").text.splitlines()
+            if not line.startswith("#")
+        ]
+        return {
+            name: float(value)
+            for name, value in lines
+            if re.match(r"gemserve_\w+_(total|count|sum|bucket)\b", name)
+        }
 
     worker = threading.Thread(target=lambda: [server.complete(prompt="a", max_tokens=20) for _ in range(10)])
     worker.start()
@@ -134,13 +145,21 @@ def test_the_number_of_series_does_not_depend_on_what_clients_send(server: LiveS
 def test_openapi_shows_requests_and_answers(server: LiveServer) -> None:
     schema = server.client.get("/openapi.json").json()
     components = schema["components"]["schemas"]
-    for name in ("CompletionRequest", "ChatCompletionRequest", "CompletionResponse", "ChatCompletionResponse", "ErrorResponse"):
+    for name in (
+        "CompletionRequest",
+        "ChatCompletionRequest",
+        "CompletionResponse",
+        "ChatCompletionResponse",
+        "ErrorResponse",
+    ):
         assert name in components
     for path, name in (("/tokenize", "Tokenize"), ("/detokenize", "Detokenize")):
         operation = schema["paths"][path]["post"]
         bodies = (operation["requestBody"], operation["responses"]["200"])
         for part, kind in zip(bodies, ("Request", "Response"), strict=True):
-            assert part["content"]["application/json"]["schema"] == {"$ref": f"#/components/schemas/{name}{kind}"}
+            assert part["content"]["application/json"]["schema"] == {
+                "$ref": f"#/components/schemas/{name}{kind}"
+            }
         assert {"400", "401", "404", "413", "503"} < set(operation["responses"])
     assert "HTTPValidationError" not in components
     body = schema["paths"][COMPLETIONS]["post"]["requestBody"]["content"]["application/json"]["schema"]
@@ -161,7 +180,9 @@ def test_openapi_names_what_an_answer_holds_and_requires_nothing_else(server: Li
             "CompletionChoice": completion["choices"][0],
             "ChatCompletionResponse": chat,
             "ChatChoice": chat["choices"][0],
-            "MessageResponse": server.post("/v1/messages", {**plain, "messages": [{"role": "user", "content": "a"}]}).json(),
+            "MessageResponse": server.post(
+                "/v1/messages", {**plain, "messages": [{"role": "user", "content": "a"}]}
+            ).json(),
             "CountTokensResponse": server.post(
                 "/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a"}]}
             ).json(),
@@ -171,7 +192,9 @@ def test_openapi_names_what_an_answer_holds_and_requires_nothing_else(server: Li
             "TokenizerInfo": server.client.get("/tokenizer_info").json(),
         }
         for name, value in answers.items():
-            assert set(components[name]["required"]) <= set(value) <= set(components[name]["properties"]), name
+            assert set(components[name]["required"]) <= set(value) <= set(components[name]["properties"]), (
+                name
+            )
             if options is asked:
                 assert set(value) == set(components[name]["properties"])
     taken = components["CompletionRequest"]["properties"], components["ChatCompletionRequest"]["properties"]

@@ -1,4 +1,5 @@
-"""Server-sent events: framing byte by byte, the order of chunks, usage, stop strings, equality with the unstreamed answer."""
+"""Server-sent events: framing byte by byte, the order of chunks, usage, stop strings, equality with the
+unstreamed answer."""
 
 import json
 from typing import Any
@@ -45,7 +46,9 @@ def test_stream_headers(server: LiveServer) -> None:
     assert "content-length" not in response.headers
 
 
-def test_completion_chunks_are_one_per_token_and_the_last_one_alone_has_the_reason(server: LiveServer) -> None:
+def test_completion_chunks_are_one_per_token_and_the_last_one_alone_has_the_reason(
+    server: LiveServer,
+) -> None:
     chunks = chunks_of(server, COMPLETIONS, {"prompt": PROMPT, "max_tokens": 5, "temperature": 0})
     assert all(chunk["object"] == "text_completion" and "usage" not in chunk for chunk in chunks)
     choices = [chunk["choices"][0] for chunk in chunks]
@@ -55,18 +58,27 @@ def test_completion_chunks_are_one_per_token_and_the_last_one_alone_has_the_reas
 
 
 @pytest.mark.parametrize("max_tokens", [1, 5])
-def test_chat_chunks_begin_with_the_role_and_end_with_an_empty_delta(server: LiveServer, max_tokens: int) -> None:
-    chunks = chunks_of(server, CHAT, {"messages": MESSAGES, "max_tokens": max_tokens, "temperature": 1, "seed": 3})
+def test_chat_chunks_begin_with_the_role_and_end_with_an_empty_delta(
+    server: LiveServer, max_tokens: int
+) -> None:
+    chunks = chunks_of(
+        server, CHAT, {"messages": MESSAGES, "max_tokens": max_tokens, "temperature": 1, "seed": 3}
+    )
     choices = [chunk["choices"][0] for chunk in chunks]
     assert choices[0]["delta"] == {"role": "assistant", "content": ""}
-    assert all(set(choice["delta"]) == {"content"} and choice["finish_reason"] is None for choice in choices[1:-1])
+    assert all(
+        set(choice["delta"]) == {"content"} and choice["finish_reason"] is None for choice in choices[1:-1]
+    )
     assert (choices[-1]["delta"], choices[-1]["finish_reason"]) == ({}, "length")
     assert len(choices) == max_tokens + 2
 
 
 def test_an_answer_whose_first_token_is_the_end_is_a_complete_stream(server: LiveServer) -> None:
     chunks = chunks_of(server, CHAT, {"messages": MESSAGES, "logit_bias": {str(EOS): 100}, **STREAM_USAGE})
-    assert [chunk["choices"][0]["delta"] for chunk in chunks[:-1]] == [{"role": "assistant", "content": ""}, {}]
+    assert [chunk["choices"][0]["delta"] for chunk in chunks[:-1]] == [
+        {"role": "assistant", "content": ""},
+        {},
+    ]
     assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
     assert chunks[-1]["usage"]["completion_tokens"] == 1
     whole = server.chat(messages=MESSAGES, logit_bias={str(EOS): 100})
@@ -75,7 +87,8 @@ def test_an_answer_whose_first_token_is_the_end_is_a_complete_stream(server: Liv
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"stream_options": None}, {"stream_options": {}}, {"stream_options": {"include_usage": False}}]
+    "options",
+    [{}, {"stream_options": None}, {"stream_options": {}}, {"stream_options": {"include_usage": False}}],
 )
 def test_usage_is_sent_only_when_asked_for(server: LiveServer, options: dict[str, Any]) -> None:
     chunks = chunks_of(server, COMPLETIONS, {"prompt": PROMPT, **options})
@@ -94,7 +107,10 @@ def test_usage_comes_once_at_the_end_and_equals_the_unstreamed_one(
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
     assert chunks[-1]["choices"] == []
     usage, whole = chunks[-1]["usage"], server.post(path, body).json()["usage"]
-    del usage["prompt_tokens_details"], whole["prompt_tokens_details"]  # the second run finds the first one's prefix
+    del (
+        usage["prompt_tokens_details"],
+        whole["prompt_tokens_details"],
+    )  # the second run finds the first one's prefix
     assert usage == whole
 
 
@@ -109,7 +125,9 @@ def test_continuous_usage_grows_with_every_chunk(server: LiveServer) -> None:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_joined_deltas_are_the_unstreamed_text(server: LiveServer, path: str, seed: int) -> None:
-    body: dict[str, Any] = {"prompt": [BOS, 400, 401 + seed]} if path == COMPLETIONS else {"messages": MESSAGES}
+    body: dict[str, Any] = (
+        {"prompt": [BOS, 400, 401 + seed]} if path == COMPLETIONS else {"messages": MESSAGES}
+    )
     body |= {"max_tokens": 60 + seed, "temperature": seed % 2, "seed": seed}
     whole = server.post(path, body).json()["choices"][0]
     text = whole["text"] if path == COMPLETIONS else whole["message"]["content"]
@@ -136,7 +154,9 @@ def _stops(text: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("which", range(6))
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_the_text_ends_before_the_first_stop_string_streamed_or_not(server: LiveServer, path: str, which: int) -> None:
+def test_the_text_ends_before_the_first_stop_string_streamed_or_not(
+    server: LiveServer, path: str, which: int
+) -> None:
     body: dict[str, Any] = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": MESSAGES}
     body |= {"max_tokens": 40, "temperature": 0}
     full = joined(path, chunks_of(server, path, body))
@@ -144,7 +164,9 @@ def test_the_text_ends_before_the_first_stop_string_streamed_or_not(server: Live
     ends = [full.find(text) + len(text) for text in stop if text in full]
     expected = full
     if ends:
-        first = next(text for text in stop if full.find(text) >= 0 and full.find(text) + len(text) == min(ends))
+        first = next(
+            text for text in stop if full.find(text) >= 0 and full.find(text) + len(text) == min(ends)
+        )
         expected = full[: full.find(first)]
     chunks = chunks_of(server, path, {**body, "stop": stop, **STREAM_USAGE})
     assert joined(path, chunks) == expected
@@ -167,7 +189,9 @@ def test_several_prompts_and_choices_interleave_and_each_equals_its_own_run(serv
         assert joined(COMPLETIONS, chunks, choice["index"]) == choice["text"]
     for index, prompt in enumerate(prompts):
         alone = server.complete(**{**body, "prompt": prompt})["choices"]
-        assert [choice["text"] for choice in alone] == [choice["text"] for choice in whole["choices"][2 * index : 2 * index + 2]]
+        assert [choice["text"] for choice in alone] == [
+            choice["text"] for choice in whole["choices"][2 * index : 2 * index + 2]
+        ]
         assert alone[0]["text"] != alone[1]["text"]
     assert whole["usage"]["prompt_tokens"] == sum(len(prompt) + 1 for prompt in prompts)
     assert whole["usage"]["completion_tokens"] == 60 == chunks[-1]["usage"]["completion_tokens"]
@@ -210,7 +234,10 @@ def test_an_idle_stream_says_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(endpoint, "KEEP_ALIVE_SECONDS", 0.05)
     runner = FakeRunner()
     body = {"prompt": [BOS, HANG], "max_tokens": 2, "stream": True}  # held up at its first token
-    with live_server(fake_engine_factory(runner)) as slow, slow.client.stream("POST", COMPLETIONS, json=body) as response:
+    with (
+        live_server(fake_engine_factory(runner)) as slow,
+        slow.client.stream("POST", COMPLETIONS, json=body) as response,
+    ):
         parts = response.iter_raw()
         raw = next(parts)
         runner.released.set()
@@ -224,6 +251,9 @@ def test_the_models_own_sampling_defaults_hold_and_are_shown() -> None:
     with live_server(fake_engine_factory(default_sampling={"top_k": 1, "top_p": 0.95})) as other:
         body = {"prompt": "Hello", "max_tokens": 8}
         assert other.complete(**body, seed=1)["choices"] == other.complete(**body, seed=2)["choices"]
-        assert other.complete(**body, seed=1, top_k=0)["choices"] != other.complete(**body, seed=2, top_k=0)["choices"]
+        assert (
+            other.complete(**body, seed=1, top_k=0)["choices"]
+            != other.complete(**body, seed=2, top_k=0)["choices"]
+        )
         card = other.client.get("/v1/models").json()["data"][0]
         assert card["default_sampling"] == {"temperature": 1.0, "top_p": 0.95, "top_k": 1}

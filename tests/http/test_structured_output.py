@@ -1,4 +1,5 @@
-"""Structured output over HTTP: every spelling, what is refused, and how answers end. The model is a fake without preferences."""
+"""Structured output over HTTP: every spelling, what is refused, and how answers end. The model is a fake
+without preferences."""
 
 import json
 import re
@@ -56,7 +57,9 @@ SPELLINGS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize(("fields", "pattern"), SPELLINGS, ids=lambda value: str(value)[:40])
-def test_every_spelling_constrains_the_text(server: LiveServer, path: str, fields: dict[str, Any], pattern: str) -> None:
+def test_every_spelling_constrains_the_text(
+    server: LiveServer, path: str, fields: dict[str, Any], pattern: str
+) -> None:
     text, reason, usage = answer(server, path, **fields)
     assert re.fullmatch(pattern, text)
     assert reason == "stop"
@@ -77,7 +80,9 @@ def test_json_validates_or_was_cut(server: LiveServer, name: str) -> None:
 def test_any_object(server: LiveServer) -> None:
     """Case 52: no blanks outside strings, and a text that ends by itself is valid."""
     for seed in range(5):
-        text, reason, _ = answer(server, CHAT, response_format={"type": "json_object"}, seed=seed, max_tokens=300)
+        text, reason, _ = answer(
+            server, CHAT, response_format={"type": "json_object"}, seed=seed, max_tokens=300
+        )
         assert text.startswith("{")
         assert not re.search(r"\s", re.sub(r'"(\\.|[^"\\])*("|$)', "", text))
         if reason == "stop":
@@ -86,12 +91,17 @@ def test_any_object(server: LiveServer) -> None:
     assert text.startswith("{")
 
 
-# -- how it ends ---------------------------------------------------------------------------------------------------------------
+# -- how it ends ---------------------------------------------------------------------------------------------
 
 
 def test_it_ends_at_once_whatever_else_is_asked_for(server: LiveServer) -> None:
     """Case 54: with min_tokens, with ignore_eos, with a bias towards or against the end."""
-    for more in ({"min_tokens": 64}, {"ignore_eos": True}, {"logit_bias": {"1": 100}}, {"logit_bias": {"1": -100, "106": -100}}):
+    for more in (
+        {"min_tokens": 64},
+        {"ignore_eos": True},
+        {"logit_bias": {"1": 100}},
+        {"logit_bias": {"1": -100, "106": -100}},
+    ):
         text, reason, usage = answer(server, guided_regex=LETTERS, **more)
         assert re.fullmatch(LETTERS, text)
         assert reason == "stop"
@@ -165,7 +175,7 @@ def test_the_official_client_parses_its_own_schema(server: LiveServer) -> None:
     assert isinstance(parsed.choices[0].message.parsed, Place)
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------------------
+# -- what is refused -----------------------------------------------------------------------------------------
 
 
 def spelled(kind: str, value: Any) -> tuple[dict[str, Any], str]:
@@ -195,7 +205,11 @@ def test_a_bad_constraint_is_a_400_that_names_the_field(server: LiveServer, kind
 @pytest.mark.parametrize(
     ("fields", "param", "code"),
     [
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing_required_parameter"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+            "missing_required_parameter",
+        ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
             "response_format.json_schema.schema",
@@ -206,8 +220,16 @@ def test_a_bad_constraint_is_a_400_that_names_the_field(server: LiveServer, kind
         ({"response_format": "json"}, "response_format", "invalid_type"),
         ({"response_format": schema_format("text")}, "response_format.json_schema.schema", "invalid_type"),
         ({"structured_outputs": {}}, "structured_outputs", "invalid_value"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "invalid_type"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice", "invalid_value"),
+        (
+            {"structured_outputs": {"structural_tag": "x"}},
+            "structured_outputs.structural_tag",
+            "invalid_type",
+        ),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+            "structured_outputs.choice",
+            "invalid_value",
+        ),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "invalid_value"),
         ({"guided_regex": ""}, "guided_regex", "empty_string"),
         ({"guided_grammar": ""}, "guided_grammar", "empty_string"),
@@ -222,7 +244,9 @@ def test_a_bad_constraint_is_a_400_that_names_the_field(server: LiveServer, kind
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_wrong_form_is_refused_by_name(server: LiveServer, fields: dict[str, Any], param: str | None, code: str | None) -> None:
+def test_a_wrong_form_is_refused_by_name(
+    server: LiveServer, fields: dict[str, Any], param: str | None, code: str | None
+) -> None:
     error = server.refused(COMPLETIONS, {"prompt": "Hello", **fields})
     assert (error["param"], error["code"]) == (param, code)
 

@@ -1,5 +1,5 @@
-"""``gemserve serve --tensor-parallel-size 2`` on two CPU processes: what it serves is what one process serves, and the end of
-either process is the end of both."""
+"""``gemserve serve --tensor-parallel-size 2`` on two CPU processes: what it serves is what one process
+serves, and the end of either process is the end of both."""
 
 import contextlib
 import os
@@ -20,7 +20,13 @@ from tests.server.cli.processes import ROOT, wait_for_line
 from tests.tiny import write_tiny_folder
 
 DEADLINE = 120
-SETTINGS = {"device": "cpu", "dtype": "float32", "block_size": 16, "kv_cache_memory": "16MiB", "num_threads": 1}
+SETTINGS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "block_size": 16,
+    "kv_cache_memory": "16MiB",
+    "num_threads": 1,
+}
 BODY = {
     "prompt": "The capital of France is",
     "max_tokens": 100,
@@ -50,7 +56,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[Served]:
     flags = [part for name, value in SETTINGS.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-m", "server", "serve", str(folder), "--port", "0", "--tensor-parallel-size", "2", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "server",
+        "serve",
+        str(folder),
+        "--port",
+        "0",
+        "--tensor-parallel-size",
+        "2",
+        *flags,
+    ]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
             lines = wait_for_line(process, "listening on")
@@ -93,4 +110,6 @@ def test_a_server_that_ends_in_order_ends_its_ranks(folder: Path, caplog: pytest
         (rank_1,) = set(psutil.Process().children()) - before
         served.check_alive()
     assert not rank_1.is_running()
-    assert [record.message for record in caplog.records if "rank 1" in record.message] == [], "an end in order is no fault"
+    assert [record.message for record in caplog.records if "rank 1" in record.message] == [], (
+        "an end in order is no fault"
+    )

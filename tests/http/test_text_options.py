@@ -28,11 +28,15 @@ def forced(token_id: int) -> dict[str, Any]:
     return {"logit_bias": {str(token_id): 100}, "max_tokens": 3}
 
 
-# -- include_stop_str_in_output ------------------------------------------------------------------------------------------------
+# -- include_stop_str_in_output ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("path", "source"), [(COMPLETIONS, {"prompt": "Hello"}), (CHAT, {"messages": MESSAGES})])
-def test_the_stop_string_is_shown_when_asked_for(server: LiveServer, path: str, source: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("path", "source"), [(COMPLETIONS, {"prompt": "Hello"}), (CHAT, {"messages": MESSAGES})]
+)
+def test_the_stop_string_is_shown_when_asked_for(
+    server: LiveServer, path: str, source: dict[str, Any]
+) -> None:
     whole, _ = both_ways(server, path, {**source, **GREEDY})
     stop = whole[9:12]
     without, reason = both_ways(server, path, {**source, **GREEDY, "stop": stop})
@@ -52,7 +56,7 @@ def test_a_stop_token_with_a_text_is_shown_too_and_an_end_token_has_none(server:
         assert both_ways(server, path, {**ended, "skip_special_tokens": False}) == ("<eos>", "stop")
 
 
-# -- skip_special_tokens -------------------------------------------------------------------------------------------------------
+# -- skip_special_tokens -------------------------------------------------------------------------------------
 
 
 def test_control_tokens_are_shown_as_their_literals_when_asked_for(server: LiveServer) -> None:
@@ -60,7 +64,10 @@ def test_control_tokens_are_shown_as_their_literals_when_asked_for(server: LiveS
         body = {**source, **forced(START_OF_TURN)}
         assert both_ways(server, path, body) == ("", "length")
         assert both_ways(server, path, {**body, "skip_special_tokens": True}) == ("", "length")
-        assert both_ways(server, path, {**body, "skip_special_tokens": False}) == ("<start_of_turn>" * 3, "length")
+        assert both_ways(server, path, {**body, "skip_special_tokens": False}) == (
+            "<start_of_turn>" * 3,
+            "length",
+        )
     stopped = {"prompt": "Hello", **forced(START_OF_TURN), "skip_special_tokens": False, "stop": "of_"}
     assert both_ways(server, COMPLETIONS, stopped) == ("<start_", "stop")
 
@@ -76,7 +83,7 @@ def test_offsets_count_the_literals_that_are_shown(server: LiveServer) -> None:
         assert shown["text"][offset:].startswith(token)
 
 
-# -- truncate_prompt_tokens ----------------------------------------------------------------------------------------------------
+# -- truncate_prompt_tokens ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -91,12 +98,23 @@ def test_offsets_count_the_literals_that_are_shown(server: LiveServer) -> None:
         ("abcdefgh", -1, PROMPT_IDS),
     ],
 )
-def test_the_end_of_the_prompt_is_kept_and_its_bos(server: LiveServer, prompt: Any, limit: int, kept: list[int]) -> None:
-    body = {"prompt": prompt, "truncate_prompt_tokens": limit, "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+def test_the_end_of_the_prompt_is_kept_and_its_bos(
+    server: LiveServer, prompt: Any, limit: int, kept: list[int]
+) -> None:
+    body = {
+        "prompt": prompt,
+        "truncate_prompt_tokens": limit,
+        "max_tokens": 4,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
     answer = server.complete(**body)
     assert answer["choices"][0]["prompt_token_ids"] == kept
     assert answer["usage"]["prompt_tokens"] == len(kept)
-    assert answer["choices"][0]["text"] == server.complete(prompt=kept, max_tokens=4, temperature=0)["choices"][0]["text"]
+    assert (
+        answer["choices"][0]["text"]
+        == server.complete(prompt=kept, max_tokens=4, temperature=0)["choices"][0]["text"]
+    )
 
 
 @pytest.mark.parametrize("prompt", ["abcdefgh", PROMPT_IDS])
@@ -115,7 +133,10 @@ def test_minus_one_leaves_room_for_the_answer(server: LiveServer) -> None:
     assert answer["usage"]["prompt_tokens"] == 512 - 100
     assert answer["usage"]["completion_tokens"] == 100
     assert server.complete(prompt=long, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"] == 512 - 16
-    assert server.refused(COMPLETIONS, {"prompt": long, "truncate_prompt_tokens": 512})["code"] == "context_length_exceeded"
+    assert (
+        server.refused(COMPLETIONS, {"prompt": long, "truncate_prompt_tokens": 512})["code"]
+        == "context_length_exceeded"
+    )
     chat = server.chat(messages=[{"role": "user", "content": long}], truncate_prompt_tokens=-1)
     assert (chat["usage"]["prompt_tokens"], chat["usage"]["completion_tokens"]) == (511, 1)
     cut = server.chat(messages=MESSAGES, truncate_prompt_tokens=5, max_tokens=1, return_token_ids=True)
@@ -123,7 +144,7 @@ def test_minus_one_leaves_room_for_the_answer(server: LiveServer) -> None:
     assert cut["prompt_token_ids"] == [BOS, *whole[-4:]]
 
 
-# -- return_token_ids ----------------------------------------------------------------------------------------------------------
+# -- return_token_ids ----------------------------------------------------------------------------------------
 
 
 def greedy_ids(prefix: list[int], count: int) -> list[int]:
@@ -138,7 +159,9 @@ def test_token_ids_of_completions(server: LiveServer) -> None:
     body = {"prompt": prompts, "n": 2, **GREEDY, "return_token_ids": True}
     choices = server.complete(**body)["choices"]
     assert [choice["prompt_token_ids"] for choice in choices] == [prompts[0]] * 2 + [prompts[1]] * 2
-    assert [choice["token_ids"] for choice in choices] == [greedy_ids(prompt, 30) for prompt in prompts for _ in range(2)]
+    assert [choice["token_ids"] for choice in choices] == [
+        greedy_ids(prompt, 30) for prompt in prompts for _ in range(2)
+    ]
     # Byte tokens are among them: a chunk comes for each token though its text is held back.
     assert any(FIRST_BYTE <= token_id < FIRST_TEXT for token_id in choices[0]["token_ids"])
     streamed = [chunk["choices"][0] for chunk in chunks_of(server, COMPLETIONS, body)]
@@ -151,7 +174,14 @@ def test_token_ids_of_completions(server: LiveServer) -> None:
 
 
 def test_token_ids_of_chats(server: LiveServer) -> None:
-    body = {"messages": MESSAGES, "n": 2, "max_tokens": 30, "temperature": 1, "seed": 4, "return_token_ids": True}
+    body = {
+        "messages": MESSAGES,
+        "n": 2,
+        "max_tokens": 30,
+        "temperature": 1,
+        "seed": 4,
+        "return_token_ids": True,
+    }
     answer = server.chat(**body)
     assert answer["prompt_token_ids"][0] == BOS
     assert len(answer["prompt_token_ids"]) == answer["usage"]["prompt_tokens"]
@@ -162,7 +192,9 @@ def test_token_ids_of_chats(server: LiveServer) -> None:
         own = [chunk for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
         assert own[0]["prompt_token_ids"] == answer["prompt_token_ids"]
         assert all("prompt_token_ids" not in chunk for chunk in own[1:])
-        assert [token_id for chunk in own for token_id in chunk["choices"][0]["token_ids"]] == choice["token_ids"]
+        assert [token_id for chunk in own for token_id in chunk["choices"][0]["token_ids"]] == choice[
+            "token_ids"
+        ]
 
 
 def test_the_ids_are_those_that_count(server: LiveServer) -> None:
@@ -188,7 +220,7 @@ def test_no_ids_are_sent_unless_asked_for(server: LiveServer) -> None:
         assert "prompt_token_ids" not in server.chat(messages=MESSAGES, max_tokens=1, **body)
 
 
-# -- suffix --------------------------------------------------------------------------------------------------------------------
+# -- suffix --------------------------------------------------------------------------------------------------
 
 
 def test_a_suffix_is_refused_with_the_reason(server: LiveServer) -> None:

@@ -28,7 +28,9 @@ def chunks(server: LiveServer, path: str, body: dict[str, Any]) -> list[dict[str
 
 
 @pytest.mark.parametrize(("path", "body"), ENDPOINTS)
-def test_phases_and_rates_of_an_answer_in_one_piece(slow: LiveServer, path: str, body: dict[str, Any]) -> None:
+def test_phases_and_rates_of_an_answer_in_one_piece(
+    slow: LiveServer, path: str, body: dict[str, Any]
+) -> None:
     answer = slow.post(path, {**body, "max_tokens": 5, "return_timings": True})
     timings = answer.json()["timings"]
     assert set(timings) == FIELDS
@@ -49,7 +51,9 @@ def test_a_stream_has_them_once_in_the_last_chunk_of_its_choices(
     slow: LiveServer, path: str, body: dict[str, Any], usage: bool
 ) -> None:
     options = {"stream_options": {"include_usage": True}} if usage else {}
-    found = chunks(slow, path, {**body, "max_tokens": 3, "n": 2, "temperature": 1, "return_timings": True, **options})
+    found = chunks(
+        slow, path, {**body, "max_tokens": 3, "n": 2, "temperature": 1, "return_timings": True, **options}
+    )
     last = found[-2] if usage else found[-1]
     assert set(last["timings"]) == FIELDS
     assert last["choices"][0]["finish_reason"] is not None

@@ -1,4 +1,5 @@
-"""``return_tokens_as_token_ids``: tokens in lists of log-probabilities are called by their ids, which are unique, as in vLLM."""
+"""``return_tokens_as_token_ids``: tokens in lists of log-probabilities are called by their ids, which are
+unique, as in vLLM."""
 
 import json
 from typing import Any
@@ -32,7 +33,9 @@ def test_in_completions(server: LiveServer, stream: bool) -> None:
     # Nothing else changes: values, offsets, and the sampled token among the alternatives.
     assert lists["token_logprobs"] == plain["token_logprobs"]
     assert lists["text_offset"] == plain["text_offset"]
-    for name, value, top in zip(lists["tokens"][1:], lists["token_logprobs"][1:], lists["top_logprobs"][1:], strict=True):
+    for name, value, top in zip(
+        lists["tokens"][1:], lists["token_logprobs"][1:], lists["top_logprobs"][1:], strict=True
+    ):
         assert top[name] == value
         assert all(key.startswith("token_id:") for key in top)
 

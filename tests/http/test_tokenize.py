@@ -1,4 +1,5 @@
-"""/tokenizer_info, /tokenize and /detokenize: what they say is what generation does, and they never hold up the server."""
+"""/tokenizer_info, /tokenize and /detokenize: what they say is what generation does, and they never hold up
+the server."""
 
 import json
 import threading
@@ -54,7 +55,11 @@ def test_a_prompt_is_encoded_as_for_a_completion(server: LiveServer, prompt: str
     answer = tokenize(server, prompt=prompt)
     completion = server.complete(prompt=prompt, max_tokens=1, return_token_ids=True)
     assert answer["tokens"] == completion["choices"][0]["prompt_token_ids"]
-    assert (answer["count"], answer["max_model_len"], answer["token_strs"]) == (len(answer["tokens"]), 512, None)
+    assert (answer["count"], answer["max_model_len"], answer["token_strs"]) == (
+        len(answer["tokens"]),
+        512,
+        None,
+    )
     bare = tokenize(server, prompt=prompt, add_special_tokens=False)["tokens"]
     assert bare == (answer["tokens"] if prompt.startswith("<bos>") else answer["tokens"][1:])
     assert detokenize(server, bare) == prompt
@@ -115,11 +120,16 @@ DETOKENIZE_REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(
     ("path", "body", "param", "code"),
-    [("/tokenize", *case) for case in TOKENIZE_REFUSED] + [("/detokenize", *case) for case in DETOKENIZE_REFUSED],
+    [("/tokenize", *case) for case in TOKENIZE_REFUSED]
+    + [("/detokenize", *case) for case in DETOKENIZE_REFUSED],
     ids=lambda value: repr(value)[:40],
 )
-def test_errors_have_the_form_of_all_others(server: LiveServer, path: str, body: dict[str, Any], param: str, code: str) -> None:
-    response = server.client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+def test_errors_have_the_form_of_all_others(
+    server: LiveServer, path: str, body: dict[str, Any], param: str, code: str
+) -> None:
+    response = server.client.post(
+        path, content=json.dumps(body), headers={"content-type": "application/json"}
+    )
     assert response.status_code == 400, response.text
     error = error_of(response)
     assert (error["param"], error["code"]) == (param, code)
@@ -136,7 +146,9 @@ def test_lengths_are_limited(server: LiveServer, monkeypatch: pytest.MonkeyPatch
     assert (error["param"], error["code"]) == ("tokens", "array_above_max_length")
 
 
-def test_models_and_unknown_fields_are_treated_as_everywhere(server: LiveServer, strict_server: LiveServer) -> None:
+def test_models_and_unknown_fields_are_treated_as_everywhere(
+    server: LiveServer, strict_server: LiveServer
+) -> None:
     for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [BOS]})):
         assert server.refused(path, {**body, "model": "x"}, status=404)["code"] == "model_not_found"
         assert strict_server.post(path, {**body, "model": "alias"}).status_code == 200
@@ -147,7 +159,9 @@ def test_models_and_unknown_fields_are_treated_as_everywhere(server: LiveServer,
 
 def test_a_model_that_is_not_loaded_yet_answers_503() -> None:
     loading = threading.Event()
-    with live_server(fake_engine_factory(before_load=lambda: bool(loading.wait(60)) and None), wait=False) as live:
+    with live_server(
+        fake_engine_factory(before_load=lambda: bool(loading.wait(60)) and None), wait=False
+    ) as live:
         try:
             answers = [
                 live.client.get("/tokenizer_info"),
@@ -161,7 +175,9 @@ def test_a_model_that_is_not_loaded_yet_answers_503() -> None:
         live.wait_for(lambda: live.client.get("/health/ready").status_code == 200)
 
 
-def test_a_long_text_is_encoded_beside_the_event_loop(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_is_encoded_beside_the_event_loop(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started, may_end = threading.Event(), threading.Event()
     encode = Tokenizer.encode
 
@@ -186,7 +202,8 @@ def test_a_long_text_is_encoded_beside_the_event_loop(server: LiveServer, monkey
 
 
 def test_texts_in_work_are_limited_like_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two are in work, and others neither wait without end nor are they read; generation goes on beside them."""
+    """Two are in work, and others neither wait without end nor are they read; generation goes on beside
+    them."""
     begun, go_on = threading.Semaphore(0), threading.Event()
     answers: list[httpx.Response] = []
     with live_server(max_queued_requests=2) as server:

@@ -1,4 +1,5 @@
-"""Tools of chat completions over HTTP: what the model is told of functions, calls and results, and what is refused."""
+"""Tools of chat completions over HTTP: what the model is told of functions, calls and results, and what is
+refused."""
 
 import json
 from typing import Any
@@ -7,7 +8,20 @@ import pytest
 
 from tests.fakes import END_OF_TURN, EOS, START_OF_TURN
 from tests.http.live_server import LiveServer
-from tests.http.tool_requests import CALL, CHAT, MESSAGES, NAMED, ONLY_CALL, PLAIN, SCHEMA, TEXTS, TOOLS, TWO_CALLS, ask, tool
+from tests.http.tool_requests import (
+    CALL,
+    CHAT,
+    MESSAGES,
+    NAMED,
+    ONLY_CALL,
+    PLAIN,
+    SCHEMA,
+    TEXTS,
+    TOOLS,
+    TWO_CALLS,
+    ask,
+    tool,
+)
 from tests.scripted import TOKENIZER, scripted_server
 
 
@@ -16,7 +30,7 @@ def server(scripted: LiveServer) -> LiveServer:
     return scripted
 
 
-# -- what the model is told ----------------------------------------------------------------------------------------------------
+# -- what the model is told ----------------------------------------------------------------------------------
 
 
 def prompt_of(server: LiveServer, messages: list[dict[str, Any]], **fields: Any) -> tuple[str, list[int]]:
@@ -29,7 +43,10 @@ def test_the_functions_stand_in_front_of_the_first_turn(server: LiveServer) -> N
     system = {"role": "system", "content": "Be brief."}
     prompt, ids = prompt_of(server, [system, *MESSAGES], tools=TOOLS)
     assert prompt.startswith("<bos><start_of_turn>user\nBe brief.\n\nYou have access to the functions")
-    assert json.dumps({"name": "get_weather", "description": "The weather of a city.", "parameters": SCHEMA}) in prompt
+    assert (
+        json.dumps({"name": "get_weather", "description": "The weather of a city.", "parameters": SCHEMA})
+        in prompt
+    )
     assert prompt.endswith("]\n\nWeather?<end_of_turn>\n<start_of_turn>model\n")
     for choice in ("auto", "required", NAMED):
         assert prompt_of(server, [system, *MESSAGES], tools=TOOLS, tool_choice=choice)[1] == ids
@@ -37,7 +54,9 @@ def test_the_functions_stand_in_front_of_the_first_turn(server: LiveServer) -> N
     assert server.post("/tokenize", body).json()["tokens"] == ids
 
 
-def test_with_the_choice_none_the_model_is_told_of_no_function_and_nothing_is_read(server: LiveServer) -> None:
+def test_with_the_choice_none_the_model_is_told_of_no_function_and_nothing_is_read(
+    server: LiveServer,
+) -> None:
     assert prompt_of(server, MESSAGES, tools=TOOLS, tool_choice="none") == prompt_of(server, MESSAGES)
     choice = ask(server, ONLY_CALL, tool_choice="none")
     assert choice["message"]["content"] == CALL
@@ -71,7 +90,9 @@ def test_no_text_of_a_tool_becomes_a_control_token(server: LiveServer) -> None:
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": hostile},
     ]
-    tools = [tool("f", {"type": "object", "properties": {hostile: {"description": hostile}}}, description=hostile)]
+    tools = [
+        tool("f", {"type": "object", "properties": {hostile: {"description": hostile}}}, description=hostile)
+    ]
     _, ids = prompt_of(server, messages, tools=tools)
     assert (ids.count(START_OF_TURN), ids.count(END_OF_TURN), ids.count(EOS)) == (4, 3, 0)
 
@@ -79,14 +100,16 @@ def test_no_text_of_a_tool_becomes_a_control_token(server: LiveServer) -> None:
 def test_strict_roles_take_results_of_calls_and_refuse_others() -> None:
     with scripted_server(TEXTS, strict_roles=True) as strict:
         first = ask(strict, TWO_CALLS)["message"]
-        results = [{"role": "tool", "tool_call_id": call["id"], "content": "x"} for call in first["tool_calls"]]
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": "x"} for call in first["tool_calls"]
+        ]
         assert ask(strict, PLAIN, messages=[*MESSAGES, first, *results])["finish_reason"] == "stop"
         body = {"messages": [*MESSAGES, first, *results, *MESSAGES], "tools": TOOLS}
         assert strict.refused(CHAT, body)["param"] == "messages[4].role"
         assert strict.refused(CHAT, {"messages": [*MESSAGES, results[0]]})["param"] == "messages[1].role"
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------------------
+# -- what is refused -----------------------------------------------------------------------------------------
 
 F = tool("f")
 RESULT = {"role": "tool", "content": "x"}
@@ -96,7 +119,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [5]}, "tools[0]", "invalid_type"),
     ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_value"),
-    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "missing_required_parameter"),
+    (
+        {"tools": [{"type": "function", "function": {}}]},
+        "tools[0].function.name",
+        "missing_required_parameter",
+    ),
     ({"tools": [tool("a b")]}, "tools[0].function.name", "invalid_value"),
     ({"tools": [tool("")]}, "tools[0].function.name", "empty_string"),
     ({"tools": [tool("f" * 129)]}, "tools[0].function.name", "string_above_max_length"),
@@ -104,7 +131,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [F] * 513}, "tools", "array_above_max_length"),
     ({"tools": [tool("f", [])]}, "tools[0].function.parameters", "invalid_type"),
     ({"tools": [tool("f", {"type": "string"})]}, "tools[0].function.parameters.type", "invalid_value"),
-    ({"tools": [F, tool("g", {"properties": {"a": {"type": "objekt"}}})]}, "tools[1].function.parameters", "invalid_value"),
+    (
+        {"tools": [F, tool("g", {"properties": {"a": {"type": "objekt"}}})]},
+        "tools[1].function.parameters",
+        "invalid_value",
+    ),
     (
         {"tools": [F, tool("g", {"properties": {"a": {"type": "objekt"}}})], "tool_choice": "required"},
         "tools[1].function.parameters",
@@ -116,17 +147,31 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "invalid_value",
     ),
     (
-        {"tools": [F, tool("g", {"properties": {"a": {"$ref": "#"}}, "required": ["a"]})], "tool_choice": "required"},
+        {
+            "tools": [F, tool("g", {"properties": {"a": {"$ref": "#"}}, "required": ["a"]})],
+            "tool_choice": "required",
+        },
         "tools[1].function.parameters",
         "invalid_value",
     ),
     ({"tools": [F], "tool_choice": "always"}, "tool_choice", "invalid_value"),
     ({"tools": [F], "tool_choice": 5}, "tool_choice", "invalid_type"),
     ({"tools": [F], "tool_choice": {"type": "function"}}, "tool_choice", "invalid_type"),
-    ({"tools": [F], "tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "tool_choice", "unsupported_value"),
-    ({"tools": [F], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "invalid_value"),
     (
-        {"tools": [F], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+        {"tools": [F], "tool_choice": {"type": "custom", "custom": {"name": "f"}}},
+        "tool_choice",
+        "unsupported_value",
+    ),
+    (
+        {"tools": [F], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+        "invalid_value",
+    ),
+    (
+        {
+            "tools": [F],
+            "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
+        },
         "tool_choice",
         "invalid_type",
     ),
@@ -134,7 +179,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": NAMED}, "tool_choice", "invalid_value"),
     ({"tools": [F], "parallel_tool_calls": 1}, "parallel_tool_calls", "invalid_type"),
     (
-        {"tools": [F], "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}},
+        {
+            "tools": [F],
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}},
+        },
         "response_format.json_schema.schema",
         "invalid_value",
     ),
@@ -143,7 +191,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [*MESSAGES, RESULT]}, "messages[1].tool_call_id", "missing_required_parameter"),
     ({"messages": [*MESSAGES, {**RESULT, "tool_call_id": 5}]}, "messages[1].tool_call_id", "invalid_type"),
     ({"messages": [*MESSAGES, {"role": "tool", "tool_call_id": "c"}]}, "messages[1].content", "invalid_type"),
-    ({"messages": [{"role": "user", "content": "x", "tool_call_id": "c"}]}, "messages[0].tool_call_id", "invalid_value"),
+    (
+        {"messages": [{"role": "user", "content": "x", "tool_call_id": "c"}]},
+        "messages[0].tool_call_id",
+        "invalid_value",
+    ),
     ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages[0].role", "invalid_value"),
     (
         {
@@ -151,7 +203,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
                 {
                     "role": "user",
                     "content": "x",
-                    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+                    "tool_calls": [
+                        {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+                    ],
                 }
             ]
         },
@@ -162,13 +216,20 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         {
             "messages": [
                 *MESSAGES,
-                {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f"}}]},
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f"}}],
+                },
             ]
         },
         "messages[1].tool_calls[0].function.arguments",
         "missing_required_parameter",
     ),
-    ({"messages": [*MESSAGES, {"role": "assistant", "tool_calls": []}]}, "messages[1].content", "invalid_type"),
+    (
+        {"messages": [*MESSAGES, {"role": "assistant", "tool_calls": []}]},
+        "messages[1].content",
+        "invalid_type",
+    ),
 ]
 
 
@@ -184,13 +245,22 @@ def test_what_is_wrong_is_named(server: LiveServer, fields: dict[str, Any], para
     "fields",
     [
         {"tool_choice": "none"},
-        {"tools": None, "tool_choice": None, "parallel_tool_calls": None, "functions": None, "function_call": None},
+        {
+            "tools": None,
+            "tool_choice": None,
+            "parallel_tool_calls": None,
+            "functions": None,
+            "function_call": None,
+        },
         {"parallel_tool_calls": False},
         {
             "tools": [
                 tool(
                     "f",
-                    {"type": ["object", "null"], "properties": {"u": {"type": "string", "format": "odd", "not": {}}}},
+                    {
+                        "type": ["object", "null"],
+                        "properties": {"u": {"type": "string", "format": "odd", "not": {}}},
+                    },
                     strict=True,
                 )
             ]

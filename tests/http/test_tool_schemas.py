@@ -1,5 +1,5 @@
-"""Schemas of functions are looked at once, by every endpoint that takes them, and what waits for the compiler does not wait for
-ever."""
+"""Schemas of functions are looked at once, by every endpoint that takes them, and what waits for the compiler
+does not wait for ever."""
 
 import asyncio
 from collections.abc import Iterator
@@ -22,10 +22,12 @@ def new_tool(number: int) -> dict[str, Any]:
     return tool("f", {"type": "object", "properties": {f"p{number}": {"type": "integer"}}})
 
 
-# -- looked at once ------------------------------------------------------------------------------------------------------------
+# -- looked at once ------------------------------------------------------------------------------------------
 
 
-def test_a_schema_is_checked_once_by_whatever_endpoint(scripted: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schema_is_checked_once_by_whatever_endpoint(
+    scripted: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checked: list[dict[str, Any]] = []
 
     def check(schema: dict[str, Any]) -> None:
@@ -43,7 +45,12 @@ def test_a_schema_is_checked_once_by_whatever_endpoint(scripted: LiveServer, mon
     messages_tool = {"name": "f", "input_schema": second["function"]["parameters"]}
     assert scripted.post(COUNT, {"messages": MESSAGES, "tools": [messages_tool]}).status_code == 200
     function = {**second["function"], "type": "function"}
-    assert scripted.post("/v1/responses", {"input": "a", "max_output_tokens": 1, "tools": [function]}).status_code == 200
+    assert (
+        scripted.post(
+            "/v1/responses", {"input": "a", "max_output_tokens": 1, "tools": [function]}
+        ).status_code
+        == 200
+    )
     assert len(checked) == 2
 
 
@@ -53,7 +60,7 @@ def test_a_fault_is_found_every_time(server: LiveServer) -> None:
         assert server.refused(CHAT, {**SMALL, "tools": wrong})["param"] == "tools[1].function.parameters"
 
 
-# -- the same is refused -------------------------------------------------------------------------------------------------------
+# -- the same is refused -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -69,12 +76,14 @@ def test_a_fault_is_found_every_time(server: LiveServer) -> None:
     ],
     ids=str,
 )
-def test_tokenize_refuses_the_functions_that_a_chat_refuses(server: LiveServer, tools: list[dict[str, Any]]) -> None:
+def test_tokenize_refuses_the_functions_that_a_chat_refuses(
+    server: LiveServer, tools: list[dict[str, Any]]
+) -> None:
     errors = [server.refused(path, {"messages": MESSAGES, "tools": tools}) for path in (CHAT, "/tokenize")]
     assert errors[0] == errors[1]
 
 
-# -- no place to compile -------------------------------------------------------------------------------------------------------
+# -- no place to compile -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -89,7 +98,9 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
         yield server
 
 
-def test_a_constraint_that_finds_no_place_is_a_503(stuck: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_constraint_that_finds_no_place_is_a_503(
+    stuck: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compiler_module, "PLACE_SECONDS", 0.1)
     required = {"tools": TOOLS, "tool_choice": "required"}
     for path, body in (
@@ -112,7 +123,10 @@ def test_a_constraint_that_finds_no_place_is_a_503(stuck: LiveServer, monkeypatc
 
 
 def test_a_deadline_ends_the_wait_for_a_place(stuck: LiveServer) -> None:
-    for path, body in (("/v1/completions", {"prompt": "a", **REGEX}), (CHAT, {**SMALL, "tools": [new_tool(5)]})):
+    for path, body in (
+        ("/v1/completions", {"prompt": "a", **REGEX}),
+        (CHAT, {**SMALL, "tools": [new_tool(5)]}),
+    ):
         response = stuck.post(path, {**body, "timeout": 0.2})
         assert response.status_code == 408, response.text
         assert response.json()["error"]["code"] == "request_timeout"
@@ -123,5 +137,8 @@ def test_who_waited_gets_the_place_that_becomes_free(stuck: LiveServer) -> None:
     grammars = stuck.app.state.server.loaded.grammars
     grammars._places = asyncio.Semaphore(1)
     assert stuck.complete(prompt="a", max_tokens=9, **REGEX)["choices"][0]["finish_reason"] == "stop"
-    error = refused(stuck, {"messages": MESSAGES, "max_tokens": 1, "tools": [{"name": "f", "input_schema": {"type": "no"}}]})
+    error = refused(
+        stuck,
+        {"messages": MESSAGES, "max_tokens": 1, "tools": [{"name": "f", "input_schema": {"type": "no"}}]},
+    )
     assert "tools[0].input_schema" in error["message"]

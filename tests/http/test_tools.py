@@ -39,7 +39,7 @@ def server(scripted: LiveServer) -> LiveServer:
     return scripted
 
 
-# -- calls that the model decides on -------------------------------------------------------------------------------------------
+# -- calls that the model decides on -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,23 @@ def test_plain_text_comes_token_by_token_as_without_tools(server: LiveServer) ->
     with_tools, chunks = streamed(server, PLAIN)
     without, plain_chunks = streamed(server, PLAIN, tools=None)
     assert with_tools == without
-    texts, plain_texts = ([chunk["delta"].get("content") for chunk in choices] for choices in (chunks, plain_chunks))
+    texts, plain_texts = (
+        [chunk["delta"].get("content") for chunk in choices] for choices in (chunks, plain_chunks)
+    )
     # Only the line breaks in front of the bracket, and the bracket, waited for what came next.
     waited = plain_texts.index("\n")
     assert texts == [*plain_texts[:waited], "\n\n[1", *plain_texts[waited + 3 :]]
 
 
 def test_choices_call_each_for_itself(server: LiveServer) -> None:
-    body = {"messages": MESSAGES, "tools": TOOLS, "seed": ONLY_CALL, "temperature": 1, "max_tokens": 300, "n": 3}
+    body = {
+        "messages": MESSAGES,
+        "tools": TOOLS,
+        "seed": ONLY_CALL,
+        "temperature": 1,
+        "max_tokens": 300,
+        "n": 3,
+    }
     answer = server.chat(**body)
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["tool_calls", "stop", "tool_calls"]
     ids = [call["id"] for choice in answer["choices"] for call in choice["message"].get("tool_calls", ())]
@@ -104,7 +113,9 @@ def test_log_probabilities_are_those_of_every_token(server: LiveServer, seed: in
     entries = whole["logprobs"]["content"]
     assert len(entries) == len(whole["token_ids"]) == len(TOKENIZER.encode_plain(TEXTS[seed])) + 1
     stream, chunks = streamed(server, seed, logprobs=True, top_logprobs=1)
-    assert [entry for chunk in chunks if chunk["logprobs"] for entry in chunk["logprobs"]["content"]] == entries
+    assert [
+        entry for chunk in chunks if chunk["logprobs"] for entry in chunk["logprobs"]["content"]
+    ] == entries
     assert without_ids(stream) == without_ids(whole)
     said = b"".join(bytes(entry["bytes"]) for entry in entries[:-1]).decode()
     assert said == TEXTS[seed]
@@ -115,7 +126,14 @@ def test_without_parallel_calls_the_first_one_is_the_last(server: LiveServer) ->
     assert called(choice) == [("get_weather", ARGUMENTS)]
     assert choice["finish_reason"] == "tool_calls"
     generated = server.metric("generation_tokens_total")
-    answer = server.chat(messages=MESSAGES, tools=TOOLS, seed=TWO_CALLS, temperature=1, max_tokens=300, parallel_tool_calls=False)
+    answer = server.chat(
+        messages=MESSAGES,
+        tools=TOOLS,
+        seed=TWO_CALLS,
+        temperature=1,
+        max_tokens=300,
+        parallel_tool_calls=False,
+    )
     assert answer["usage"]["completion_tokens"] == server.metric("generation_tokens_total") - generated
     assert answer["usage"]["completion_tokens"] < len(PAIR)
     assert without_ids(streamed(server, TWO_CALLS, parallel_tool_calls=False)[0]) == without_ids(choice)
@@ -141,7 +159,7 @@ def test_stop_texts_end_text_and_calls(server: LiveServer) -> None:
     assert without_ids(streamed(server, ONLY_CALL, stop=["days"])[0]) == without_ids(cut)
 
 
-# -- calls that must be made ---------------------------------------------------------------------------------------------------
+# -- calls that must be made ---------------------------------------------------------------------------------
 
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
 
@@ -179,7 +197,9 @@ def test_a_call_that_is_cut_before_its_name_is_no_content(server: LiveServer) ->
     choice = ask(server, RANDOM, tool_choice="required", max_tokens=4)
     assert choice["message"] == {"role": "assistant", "content": None, "refusal": None}
     assert choice["finish_reason"] == "length"
-    assert without_ids(streamed(server, RANDOM, tool_choice="required", max_tokens=4)[0]) == without_ids(choice)
+    assert without_ids(streamed(server, RANDOM, tool_choice="required", max_tokens=4)[0]) == without_ids(
+        choice
+    )
 
 
 def test_the_same_seed_makes_the_same_calls(server: LiveServer) -> None:
@@ -205,21 +225,35 @@ def test_text_with_a_format_or_calls(server: LiveServer) -> None:
 
 def test_outcomes_are_counted(server: LiveServer) -> None:
     labels = {"endpoint": "chat_completions", "stream": "false", "outcome": "tool_calls"}
-    before, choices = server.metric("requests_total", **labels), server.metric("choices_total", finish_reason="tool_calls")
+    before, choices = (
+        server.metric("requests_total", **labels),
+        server.metric("choices_total", finish_reason="tool_calls"),
+    )
     ask(server, ONLY_CALL)
     assert server.metric("requests_total", **labels) == before + 1
     assert server.metric("choices_total", finish_reason="tool_calls") == choices + 1
 
 
 def test_answers_with_calls_are_as_described(server: LiveServer) -> None:
-    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": NAMED, "seed": TWO_CALLS, "temperature": 1, "max_tokens": 300}
+    body = {
+        "messages": MESSAGES,
+        "tools": TOOLS,
+        "tool_choice": NAMED,
+        "seed": TWO_CALLS,
+        "temperature": 1,
+        "max_tokens": 300,
+    }
     jsonschema.validate(body, described(server, "ChatCompletionRequest"))
-    jsonschema.validate(server.chat(**{**body, "tool_choice": "auto"}), described(server, "ChatCompletionResponse"))
+    jsonschema.validate(
+        server.chat(**{**body, "tool_choice": "auto"}), described(server, "ChatCompletionResponse")
+    )
 
 
 def test_usage_of_a_stream_with_calls_is_that_of_the_whole(server: LiveServer) -> None:
     body = {"messages": MESSAGES, "tools": TOOLS, "seed": TWO_CALLS, "temperature": 1, "max_tokens": 300}
     usage = chunks_of(server, CHAT, {**body, **STREAM_USAGE})[-1]["usage"]
     assert (
-        usage["completion_tokens"] == server.chat(**body)["usage"]["completion_tokens"] == len(TOKENIZER.encode_plain(PAIR)) + 1
+        usage["completion_tokens"]
+        == server.chat(**body)["usage"]["completion_tokens"]
+        == len(TOKENIZER.encode_plain(PAIR)) + 1
     )

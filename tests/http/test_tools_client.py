@@ -1,4 +1,5 @@
-"""Tools through the official Python client, unchanged: plain, streamed, and by its helpers that run a whole turn."""
+"""Tools through the official Python client, unchanged: plain, streamed, and by its helpers that run a whole
+turn."""
 
 import json
 from collections.abc import Iterator
@@ -30,7 +31,10 @@ TOOLS: list[ChatCompletionToolParam] = [
             "description": "The weather of a city.",
             "parameters": {
                 "type": "object",
-                "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+                "properties": {
+                    "city": {"enum": ["Paris", "Rome"]},
+                    "days": {"type": "integer", "minimum": 1, "maximum": 9},
+                },
                 "required": ["city", "days"],
                 "additionalProperties": False,
             },
@@ -55,22 +59,34 @@ def test_a_whole_conversation(client: openai.OpenAI) -> None:
     assert first.choices[0].finish_reason == "tool_calls"
     assert message.tool_calls is not None
     results: list[ChatCompletionMessageParam] = [
-        {"role": "tool", "tool_call_id": call.id, "content": f"result of {call.id}"} for call in message.tool_calls
+        {"role": "tool", "tool_call_id": call.id, "content": f"result of {call.id}"}
+        for call in message.tool_calls
     ]
     history: list[ChatCompletionMessageParam] = [USER, message.to_dict(), *results]  # type: ignore[list-item]
-    last = client.chat.completions.create(model=MODEL, messages=history, tools=TOOLS, seed=PLAIN, temperature=1, max_tokens=300)
+    last = client.chat.completions.create(
+        model=MODEL, messages=history, tools=TOOLS, seed=PLAIN, temperature=1, max_tokens=300
+    )
     assert last.choices[0].message.content == TEXTS[PLAIN]
     assert last.choices[0].message.tool_calls is None
     # As it is, with the nulls that the client's model has.
     dumped: list[ChatCompletionMessageParam] = [USER, message.model_dump(), *results]  # type: ignore[list-item]
-    again = client.chat.completions.create(model=MODEL, messages=dumped, tools=TOOLS, seed=PLAIN, temperature=1, max_tokens=300)
+    again = client.chat.completions.create(
+        model=MODEL, messages=dumped, tools=TOOLS, seed=PLAIN, temperature=1, max_tokens=300
+    )
     assert again.usage is not None
     assert last.usage is not None
     assert again.usage.prompt_tokens == last.usage.prompt_tokens
 
 
 def test_the_streaming_helper_puts_the_calls_together(client: openai.OpenAI) -> None:
-    body = {"model": MODEL, "messages": [USER], "tools": TOOLS, "seed": TWO_CALLS, "temperature": 1, "max_tokens": 300}
+    body = {
+        "model": MODEL,
+        "messages": [USER],
+        "tools": TOOLS,
+        "seed": TWO_CALLS,
+        "temperature": 1,
+        "max_tokens": 300,
+    }
     whole = client.chat.completions.create(**body).choices[0]
     with client.chat.completions.stream(
         **{**body, "tools": [{**tool, "function": {**tool["function"]}} for tool in TOOLS]}
@@ -80,9 +96,13 @@ def test_the_streaming_helper_puts_the_calls_together(client: openai.OpenAI) -> 
     assert whole.message.tool_calls is not None
     assert final.message.tool_calls is not None
     assert [call.function.arguments for call in final.message.tool_calls] == [ARGUMENTS, "{}"]
-    assert [call.function.name for call in final.message.tool_calls] == [call.function.name for call in whole.message.tool_calls]
+    assert [call.function.name for call in final.message.tool_calls] == [
+        call.function.name for call in whole.message.tool_calls
+    ]
     assert (final.message.content, final.finish_reason) == (whole.message.content, whole.finish_reason)
-    deltas = [event.arguments_delta for event in events if event.type == "tool_calls.function.arguments.delta"]
+    deltas = [
+        event.arguments_delta for event in events if event.type == "tool_calls.function.arguments.delta"
+    ]
     assert "".join(deltas) == ARGUMENTS + "{}"
     done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
     assert [event.name for event in done] == ["get_weather", "get_time"]

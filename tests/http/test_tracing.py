@@ -1,4 +1,5 @@
-"""Traces: a span for each request with its queue, prefill and decode in it, in the trace that its client began."""
+"""Traces: a span for each request with its queue, prefill and decode in it, in the trace that its client
+began."""
 
 import json
 import subprocess
@@ -61,12 +62,16 @@ def guarded_server() -> Iterator[Traced]:
         yield Traced(server, exporter)
 
 
-@pytest.mark.parametrize("headers", [{}, {"x-api-key": "kez"}, {"x-api-key": "key", "host": "evil.example"}], ids=str)
+@pytest.mark.parametrize(
+    "headers", [{}, {"x-api-key": "kez"}, {"x-api-key": "key", "host": "evil.example"}], ids=str
+)
 @pytest.mark.parametrize(("path", "name"), [("/v1/completions", "text_completion"), ("/v1/messages", "chat")])
 def test_a_request_that_is_refused_by_its_key_or_host_is_a_span(
     guarded_server: Traced, path: str, name: str, headers: dict[str, str]
 ) -> None:
-    response = guarded_server.server.post(path, {"prompt": "secret words"}, headers={**TRACEPARENT, **headers})
+    response = guarded_server.server.post(
+        path, {"prompt": "secret words"}, headers={**TRACEPARENT, **headers}
+    )
     assert response.status_code == (403 if "host" in headers else 401)
     (span,) = guarded_server.spans(1)
     assert span.name == name
@@ -152,20 +157,28 @@ def test_a_completion_without_a_traceparent_begins_a_trace(traced: Traced) -> No
     *_, request = traced.spans(4)
     assert request.name == "text_completion fake-gemma"
     assert request.parent is None
-    assert "gen_ai.request.seed" not in attributes(request), "the server's own seed is no parameter of the request"
+    assert "gen_ai.request.seed" not in attributes(request), (
+        "the server's own seed is no parameter of the request"
+    )
 
 
 def test_what_is_not_sampled_upstream_is_not_sent(traced: Traced) -> None:
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
-    traced.server.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}, headers=headers).raise_for_status()
+    traced.server.client.post(
+        "/v1/completions", json={"prompt": "a", "max_tokens": 2}, headers=headers
+    ).raise_for_status()
     traced.server.complete(prompt="a", max_tokens=2)
     assert [f"{span.context.trace_id:032x}" == TRACE for span in traced.spans(4)] == [False] * 4
 
 
-@pytest.mark.parametrize("traceparent", ["", "x" * 1000, "00-0-0-0", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"])
+@pytest.mark.parametrize(
+    "traceparent", ["", "x" * 1000, "00-0-0-0", "00-" + "0" * 32 + "-" + "0" * 16 + "-01"]
+)
 def test_a_traceparent_that_is_none_is_ignored(traced: Traced, traceparent: str) -> None:
     headers = {"traceparent": traceparent, "tracestate": "=,=;" * 50}
-    traced.server.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}, headers=headers).raise_for_status()
+    traced.server.client.post(
+        "/v1/completions", json={"prompt": "a", "max_tokens": 2}, headers=headers
+    ).raise_for_status()
     assert traced.spans(4)[-1].parent is None
 
 
@@ -195,7 +208,9 @@ class Collector(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize("path", ["", "/", "/v1/traces"])
 def test_traces_reach_a_collector_before_the_server_ends(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=from-variables,deployment.environment.name=test")
+    monkeypatch.setenv(
+        "OTEL_RESOURCE_ATTRIBUTES", "service.name=from-variables,deployment.environment.name=test"
+    )
     received: list[tuple[str, bytes]] = []
     handler = type("Handler", (Collector,), {"received": received})
     with HTTPServer(("127.0.0.1", 0), handler) as collector:
@@ -211,7 +226,12 @@ def test_traces_reach_a_collector_before_the_server_ends(path: str, monkeypatch:
     found = {item.key: item.value.string_value for item in resource.resource.attributes}
     assert found["service.name"] == "from-variables"
     assert found["deployment.environment.name"] == "test"
-    assert [span.name for span in resource.scope_spans[0].spans] == ["queue", "prefill", "decode", "text_completion fake-gemma"]
+    assert [span.name for span in resource.scope_spans[0].spans] == [
+        "queue",
+        "prefill",
+        "decode",
+        "text_completion fake-gemma",
+    ]
 
 
 def test_a_collector_that_does_not_answer_does_not_keep_the_server_from_ending(
@@ -257,7 +277,9 @@ def test_variables_for_traces_come_first_and_empty_ones_are_none(caplog: pytest.
         assert tracer is not None, more
         tracer.close()
     assert not caplog.records
-    assert load_tracer(Settings(), asked | {own: "grpc", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}) is None
+    assert (
+        load_tracer(Settings(), asked | {own: "grpc", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}) is None
+    )
     assert f"{own}=grpc is not supported" in caplog.text
 
 
@@ -267,7 +289,10 @@ def test_without_the_extra_a_flag_is_an_error_and_a_variable_a_warning(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"--otlp-endpoint: .*pip install 'gemserve\[otel\]'"):
         load_tracer(Settings(otlp_endpoint="http://127.0.0.1:4318"), {})
-    assert load_tracer(Settings(), {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:4318/v1/traces"}) is None
+    assert (
+        load_tracer(Settings(), {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:4318/v1/traces"})
+        is None
+    )
     assert "pip install 'gemserve[otel]'" in caplog.text
 
 
@@ -283,7 +308,13 @@ print(json.dumps(sorted(name for name in sys.modules if name.startswith(("opente
 def test_the_sdk_is_imported_only_when_tracing_is_on() -> None:
     def imported(**environ: str) -> list[str]:
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=True
+            [sys.executable, "-c", PROGRAM],
+            cwd=ROOT,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
         )
         result: list[str] = json.loads(done.stdout)
         return result

@@ -1,4 +1,5 @@
-"""Hostile and merely odd requests: each is answered as documented, in OpenAI's error shape, and the server is unharmed."""
+"""Hostile and merely odd requests: each is answered as documented, in OpenAI's error shape, and the server is
+unharmed."""
 
 import json
 import threading
@@ -110,7 +111,9 @@ REFUSED: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("name", "value", "code"), REFUSED, ids=lambda value: repr(value)[:30])
-def test_a_wrong_value_is_refused_by_name_and_the_server_goes_on(server: LiveServer, name: str, value: Any, code: str) -> None:
+def test_a_wrong_value_is_refused_by_name_and_the_server_goes_on(
+    server: LiveServer, name: str, value: Any, code: str
+) -> None:
     body = json.dumps({**SMALL, name: value})
     response = server.client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400, response.text
@@ -182,7 +185,19 @@ def test_absent_prompt_and_messages_are_named(server: LiveServer) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"{", b"", b"[]", b"null", b"5", b'"x"', b"\xff\xfe", b"[" * 200, b"[" * 50_000, b'{"a":' * 50_000, b"1" * 5000],
+    [
+        b"{",
+        b"",
+        b"[]",
+        b"null",
+        b"5",
+        b'"x"',
+        b"\xff\xfe",
+        b"[" * 200,
+        b"[" * 50_000,
+        b'{"a":' * 50_000,
+        b"1" * 5000,
+    ],
     ids=lambda body: repr(body[:8]),
 )
 def test_a_body_that_is_no_json_object_is_refused(server: LiveServer, body: bytes) -> None:
@@ -194,9 +209,13 @@ def test_a_body_that_is_no_json_object_is_refused(server: LiveServer, body: byte
 
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999"])
 @pytest.mark.parametrize("name", ["temperature", "n", "model", "unheard_of"])
-def test_numbers_that_json_does_not_have_are_refused(strict_server: LiveServer, name: str, literal: str) -> None:
+def test_numbers_that_json_does_not_have_are_refused(
+    strict_server: LiveServer, name: str, literal: str
+) -> None:
     body = f'{{"prompt": "a", "{name}": {literal}}}'
-    response = strict_server.client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    response = strict_server.client.post(
+        COMPLETIONS, content=body, headers={"content-type": "application/json"}
+    )
     assert response.status_code == 400
     error_of(response)
 
@@ -220,7 +239,9 @@ def test_a_body_beyond_the_limit_is_refused_announced_or_not(server: LiveServer)
     response = server.client.post(COMPLETIONS, content=b" " * (MAX_BODY_BYTES + 1), headers=headers)
     assert response.status_code == 413
     assert error_of(response)["code"] == "request_too_large"
-    chunked = server.client.post(COMPLETIONS, content=iter([b" " * (MAX_BODY_BYTES // 2)] * 3), headers=headers)
+    chunked = server.client.post(
+        COMPLETIONS, content=iter([b" " * (MAX_BODY_BYTES // 2)] * 3), headers=headers
+    )
     assert chunked.status_code == 413
     server.check_alive()
 
@@ -237,7 +258,9 @@ def test_an_unknown_model_is_404(server: LiveServer) -> None:
     assert "does not exist" in error["message"]
 
 
-def test_unknown_parameters_are_named_in_a_header_or_refused(server: LiveServer, strict_server: LiveServer) -> None:
+def test_unknown_parameters_are_named_in_a_header_or_refused(
+    server: LiveServer, strict_server: LiveServer
+) -> None:
     body = {**SMALL, "unheard_of": 1, "böse\n": 2, "store": True}
     response = server.post(COMPLETIONS, body)
     assert response.status_code == 200
@@ -252,7 +275,10 @@ def test_unknown_fields_inside_messages_are_named_too(server: LiveServer, strict
     body = {"messages": [message], "max_tokens": 1}
     response = server.post(CHAT, body)
     assert response.status_code == 200
-    assert response.headers["x-gemserve-ignored-parameters"] == "messages[0].content[0].cache_control, messages[0].id"
+    assert (
+        response.headers["x-gemserve-ignored-parameters"]
+        == "messages[0].content[0].cache_control, messages[0].id"
+    )
     error = strict_server.refused(CHAT, body)
     assert error["code"] == "unknown_parameter"
     # What is wrong is named before what is merely unknown.
@@ -274,7 +300,11 @@ def test_wrong_paths_and_methods(server: LiveServer) -> None:
         error = error_of(response)
         assert error["code"] == "unknown_url"
         assert error["message"] == f"Invalid URL ({method} {path})"
-    for method, path, allowed in [("GET", COMPLETIONS, "POST"), ("DELETE", "/v1/models", "GET"), ("POST", "/health", "GET")]:
+    for method, path, allowed in [
+        ("GET", COMPLETIONS, "POST"),
+        ("DELETE", "/v1/models", "GET"),
+        ("POST", "/health", "GET"),
+    ]:
         response = server.client.request(method, path)
         assert response.status_code == 405
         assert response.headers["allow"] == allowed
@@ -306,8 +336,12 @@ def test_messages_that_make_no_chat_are_refused(server: LiveServer, messages: An
     assert error["param"] == param
 
 
-@pytest.mark.parametrize("roles", ["user user", "system", "system system user", "system user", "developer user"])
-def test_roles_that_do_not_alternate_are_merged_or_refused(server: LiveServer, strict_server: LiveServer, roles: str) -> None:
+@pytest.mark.parametrize(
+    "roles", ["user user", "system", "system system user", "system user", "developer user"]
+)
+def test_roles_that_do_not_alternate_are_merged_or_refused(
+    server: LiveServer, strict_server: LiveServer, roles: str
+) -> None:
     messages = [{"role": role, "content": "Hi"} for role in roles.split()]
     assert server.chat(messages=messages, max_tokens=2)["choices"][0]["finish_reason"] == "length"
     strict = strict_server.post(CHAT, {"messages": messages, "max_tokens": 2})
@@ -334,7 +368,10 @@ def test_an_image_url_is_refused_and_never_fetched(server: LiveServer) -> None:
         thread = threading.Thread(target=listener.serve_forever, args=(0.02,))
         thread.start()
         url = f"http://127.0.0.1:{listener.server_port}/x"
-        for part in ({"type": "image_url", "image_url": {"url": url}}, {"type": "file", "file": {"file_data": url}}):
+        for part in (
+            {"type": "image_url", "image_url": {"url": url}},
+            {"type": "file", "file": {"file_data": url}},
+        ):
             error = server.refused(CHAT, {"messages": [{"role": "user", "content": [part]}]})
             assert part["type"] in error["message"]
         listener.shutdown()

@@ -11,17 +11,29 @@ from tests.fakes import BOS, POISON, FakeRunner, fake_engine_factory
 from tests.http.live_server import LiveServer, live_server
 
 TYPES = {
-    **dict.fromkeys(("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"), "gauge"),
+    **dict.fromkeys(
+        ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"), "gauge"
+    ),
     **dict.fromkeys(
         (
-            *("prompt_tokens", "prompt_tokens_cached", "generation_tokens", "request_success", "num_preemptions"),
+            *(
+                "prompt_tokens",
+                "prompt_tokens_cached",
+                "generation_tokens",
+                "request_success",
+                "num_preemptions",
+            ),
             *("prefix_cache_queries", "prefix_cache_hits"),
         ),
         "counter",
     ),
     **dict.fromkeys(
         (
-            *("time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds"),
+            *(
+                "time_to_first_token_seconds",
+                "inter_token_latency_seconds",
+                "request_time_per_output_token_seconds",
+            ),
             *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds"),
             *("request_decode_time_seconds", "request_inference_time_seconds", "request_prompt_tokens"),
             *("request_generation_tokens", "request_params_max_tokens", "iteration_tokens_total"),
@@ -81,9 +93,16 @@ def test_names_types_and_labels_are_those_of_vllm(compat: LiveServer) -> None:
         for sample in family.samples:
             assert sample.labels["model_name"] == "fake-gemma"
             assert sample.labels["engine"] == "0"
-            assert set(sample.labels) - {"le", "finished_reason"} == {"model_name", "engine"} or family.name.endswith("_info")
+            assert set(sample.labels) - {"le", "finished_reason"} == {
+                "model_name",
+                "engine",
+            } or family.name.endswith("_info")
     config = found["vllm:cache_config_info"].samples[0].labels
-    assert (config["block_size"], config["enable_prefix_caching"], config["cache_dtype"]) == ("8", "True", "float32")
+    assert (config["block_size"], config["enable_prefix_caching"], config["cache_dtype"]) == (
+        "8",
+        "True",
+        "float32",
+    )
     assert int(config["num_gpu_blocks"]) > 1
 
 
@@ -104,10 +123,20 @@ def test_buckets_are_cumulative_sums_over_the_labels(compat: LiveServer) -> None
     compat.post("/v1/completions", {"prompt": "a", "max_tokens": 4, "stream": True})
     compat.complete(prompt="a", max_tokens=4)
     found = families(compat)
-    theirs = [sample for sample in found["vllm:time_to_first_token_seconds"].samples if sample.name.endswith("_bucket")]
-    ours = [sample for sample in found["gemserve_time_to_first_token_seconds"].samples if sample.name.endswith("_bucket")]
+    theirs = [
+        sample
+        for sample in found["vllm:time_to_first_token_seconds"].samples
+        if sample.name.endswith("_bucket")
+    ]
+    ours = [
+        sample
+        for sample in found["gemserve_time_to_first_token_seconds"].samples
+        if sample.name.endswith("_bucket")
+    ]
     for bucket in theirs:
-        assert bucket.value == sum(sample.value for sample in ours if sample.labels["le"] == bucket.labels["le"])
+        assert bucket.value == sum(
+            sample.value for sample in ours if sample.labels["le"] == bucket.labels["le"]
+        )
     values = [sample.value for sample in theirs]
     assert values == sorted(values)
     assert theirs[-1].labels["le"] == "+Inf"
@@ -124,7 +153,12 @@ def test_ways_to_end_have_the_names_of_vllm(compat: LiveServer) -> None:
     compat.complete(prompt="a", max_tokens=40, stop=["e"], temperature=0)
     compat.post("/v1/completions", {"prompt": [BOS, POISON], "max_tokens": 2})
     after = counted()
-    assert {reason: after[reason] - before[reason] for reason in after} == {"stop": 1, "length": 1, "abort": 0, "error": 1}
+    assert {reason: after[reason] - before[reason] for reason in after} == {
+        "stop": 1,
+        "length": 1,
+        "abort": 0,
+        "error": 1,
+    }
 
 
 def test_nothing_of_it_is_shown_while_loading_or_without_the_flag(server: LiveServer) -> None:
@@ -133,7 +167,9 @@ def test_nothing_of_it_is_shown_while_loading_or_without_the_flag(server: LiveSe
     with live_server(factory, wait=False, metrics_compat="vllm") as loading:
         assert "vllm:" not in loading.client.get("/metrics").text
         release.set()
-        loading.wait_for(lambda: "vllm:num_requests_running" in loading.client.get("/metrics").text, seconds=60)
+        loading.wait_for(
+            lambda: "vllm:num_requests_running" in loading.client.get("/metrics").text, seconds=60
+        )
     assert "vllm:" not in server.client.get("/metrics").text
 
 

@@ -44,12 +44,19 @@ def test_a_completion_has_16_tokens_by_default(server: LiveServer) -> None:
 
 def test_an_echoed_prompt_stands_in_the_first_chunk_of_each_choice(server: LiveServer) -> None:
     prompts = ["Hello", "World"]
-    found = chunks(server, COMPLETIONS, {"prompt": prompts, "n": 2, "echo": True, "temperature": 1, "max_tokens": 4})
+    found = chunks(
+        server, COMPLETIONS, {"prompt": prompts, "n": 2, "echo": True, "temperature": 1, "max_tokens": 4}
+    )
     first: dict[int, str] = {}
     for chunk in found:
         (choice,) = chunk["choices"]
         first.setdefault(choice["index"], choice["text"])
-    assert {index: text[:5] for index, text in first.items()} == {0: "Hello", 1: "Hello", 2: "World", 3: "World"}
+    assert {index: text[:5] for index, text in first.items()} == {
+        0: "Hello",
+        1: "Hello",
+        2: "World",
+        3: "World",
+    }
 
 
 def test_a_chat_that_says_nothing_has_empty_content(server: LiveServer) -> None:
@@ -65,17 +72,26 @@ def test_the_entries_of_all_chunks_are_those_of_the_answer(server: LiveServer) -
     entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
     assert entries == whole["logprobs"]["content"]
     # Text that waits for the rest of its character does not keep its entry back.
-    assert any(choice["logprobs"] and choice["logprobs"]["content"] and not choice["delta"]["content"] for choice in choices[1:])
+    assert any(
+        choice["logprobs"] and choice["logprobs"]["content"] and not choice["delta"]["content"]
+        for choice in choices[1:]
+    )
 
 
 def test_a_name_changes_nothing_and_a_developer_is_the_system(server: LiveServer) -> None:
     def text(*messages: dict[str, Any]) -> str:
-        content: str = server.chat(messages=messages, max_tokens=8, temperature=0)["choices"][0]["message"]["content"]
+        content: str = server.chat(messages=messages, max_tokens=8, temperature=0)["choices"][0]["message"][
+            "content"
+        ]
         return content
 
     assert text({**HELLO[0], "name": "anna"}) == text(HELLO[0])
     instructions = {"role": "system", "content": "Be brief."}
-    assert text({**instructions, "role": "developer"}, HELLO[0]) == text(instructions, HELLO[0]) != text(HELLO[0])
+    assert (
+        text({**instructions, "role": "developer"}, HELLO[0])
+        == text(instructions, HELLO[0])
+        != text(HELLO[0])
+    )
 
 
 def test_a_fault_is_not_to_be_retried(server: LiveServer) -> None:

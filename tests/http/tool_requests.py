@@ -1,4 +1,5 @@
-"""What tests of tools send and read: functions, scripted texts with calls, and answers put together from their streams."""
+"""What tests of tools send and read: functions, scripted texts with calls, and answers put together from
+their streams."""
 
 from typing import Any
 
@@ -10,7 +11,10 @@ CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Weather?"}]
 SCHEMA = {
     "type": "object",
-    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "properties": {
+        "city": {"enum": ["Paris", "Rome"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
     "required": ["city"],
     "additionalProperties": False,
 }
@@ -45,7 +49,9 @@ def ask(server: LiveServer, seed: int, **fields: Any) -> dict[str, Any]:
     return choice
 
 
-def streamed(server: LiveServer, seed: int, index: int = 0, **fields: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def streamed(
+    server: LiveServer, seed: int, index: int = 0, **fields: Any
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(the choice put together as a client does, its chunks)"""
     body = {"messages": MESSAGES, "tools": TOOLS, "seed": seed, "temperature": 1, "max_tokens": 300, **fields}
     chunks = [chunk["choices"][0] for chunk in chunks_of(server, CHAT, body) if chunk["choices"]]
@@ -78,9 +84,15 @@ def without_ids(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def called(choice: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(call["function"]["name"], call["function"]["arguments"]) for call in choice["message"].get("tool_calls", ())]
+    return [
+        (call["function"]["name"], call["function"]["arguments"])
+        for call in choice["message"].get("tool_calls", ())
+    ]
 
 
 def described(server: LiveServer, name: str) -> dict[str, Any]:
     """A schema of /openapi.json, with what it refers to."""
-    return {"$ref": f"#/components/schemas/{name}", "components": server.client.get("/openapi.json").json()["components"]}
+    return {
+        "$ref": f"#/components/schemas/{name}",
+        "components": server.client.get("/openapi.json").json()["components"],
+    }

@@ -1,5 +1,6 @@
-"""``python -m tests.image``: builds the image, starts it as its user on a read-only root, asks it, streams, and ends it with
-SIGTERM in the middle of a stream. Says what was checked, one line each; ends with 1 at the first thing that is wrong."""
+"""``python -m tests.image``: builds the image, starts it as its user on a read-only root, asks it, streams,
+and ends it with SIGTERM in the middle of a stream. Says what was checked, one line each; ends with 1 at the
+first thing that is wrong."""
 
 import argparse
 import json
@@ -27,7 +28,9 @@ def passed(what: str) -> None:
 def check_config(config: dict[str, Any]) -> None:
     user = config["User"].split(":")
     assert len(user) == 2, config["User"]
-    assert all(part.isdigit() and int(part) > 0 for part in user), f"{config['User']} is not a numeric user other than root"
+    assert all(part.isdigit() and int(part) > 0 for part in user), (
+        f"{config['User']} is not a numeric user other than root"
+    )
     assert config["Entrypoint"][0].endswith("tini"), config["Entrypoint"]
     assert config["Healthcheck"]["Test"] == ["CMD", "gemserve", "health"], config.get("Healthcheck")
     assert set(config["Volumes"]) == {"/models", "/cache"}, config["Volumes"]
@@ -61,7 +64,11 @@ def check_kernels(container: Container) -> None:
     files = container.execute(
         "sh", "-c", "ls /opt/gemserve/lib/python3*/site-packages/model/ops/cpu/prebuilt/*.so"
     ).stdout.split()
-    assert {Path(file).name.rsplit("-", 1)[0] for file in files} == {"ext-avx2", "ext-avx512", "ext-avx512_vnni"}, files
+    assert {Path(file).name.rsplit("-", 1)[0] for file in files} == {
+        "ext-avx2",
+        "ext-avx512",
+        "ext-avx512_vnni",
+    }, files
     log = container.log.read_text(encoding="utf-8")
     assert "Compiling" not in log, log
     assert "g++" not in log, log
@@ -98,7 +105,9 @@ def check_drain(container: Container, client: httpx.Client) -> None:
     assert usage["completion_tokens"] == STREAM_TOKENS, usage
     code = container.wait(360)
     assert code == 0, f"exit code {code}"
-    passed(f"SIGTERM: the open stream got all of its {STREAM_TOKENS} tokens, a new request {refusal}, exit code 0")
+    passed(
+        f"SIGTERM: the open stream got all of its {STREAM_TOKENS} tokens, a new request {refusal}, exit code 0"
+    )
 
 
 def check(image: str, folder: Path) -> None:
@@ -135,8 +144,12 @@ def main() -> int:
     parser.add_argument("--image", help="check this image of buildah's store instead of building one")
     parser.add_argument("--base-image", help="build on this image instead of one made by mmdebstrap")
     parser.add_argument("--variant", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--torch-index-url", default="", help="where torch's wheels are, when pip's own index lacks them")
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "image", help="keeps the base between runs")
+    parser.add_argument(
+        "--torch-index-url", default="", help="where torch's wheels are, when pip's own index lacks them"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "build" / "image", help="keeps the base between runs"
+    )
     arguments = parser.parse_args()
     require_tools()
     arguments.folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
-"""Builds the image of the Dockerfile without a Docker daemon: buildah with chroot isolation, on a base that mmdebstrap makes from
-the package mirror this machine is set up for. Needs root and both tools (``apt-get install buildah mmdebstrap``)."""
+"""Builds the image of the Dockerfile without a Docker daemon: buildah with chroot isolation, on a base that
+mmdebstrap makes from the package mirror this machine is set up for. Needs root and both tools (``apt-get
+install buildah mmdebstrap``)."""
 
 import json
 import re
@@ -18,7 +19,9 @@ APT_SOURCES = ("/etc/apt/sources.list.d/debian.sources", "/etc/apt/sources.list"
 def require_tools() -> None:
     missing = [tool for tool in ("buildah", "mmdebstrap", "unshare") if shutil.which(tool) is None]
     if missing:
-        raise SystemExit(f"image: {', '.join(missing)} not found; on Debian: apt-get install buildah mmdebstrap util-linux")
+        raise SystemExit(
+            f"image: {', '.join(missing)} not found; on Debian: apt-get install buildah mmdebstrap util-linux"
+        )
 
 
 def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -30,7 +33,9 @@ def output(*command: str | Path) -> str:
 
 
 def debian_release() -> str:
-    found = re.search(r"^VERSION_CODENAME=(\w+)$", Path("/etc/os-release").read_text(encoding="utf-8"), re.MULTILINE)
+    found = re.search(
+        r"^VERSION_CODENAME=(\w+)$", Path("/etc/os-release").read_text(encoding="utf-8"), re.MULTILINE
+    )
     if found is None:
         raise SystemExit("image: this machine is no Debian; name a base image with --base-image")
     return found[1]
@@ -44,16 +49,23 @@ def make_base(folder: Path) -> str:
         unfinished = folder / "base.tmp.tar"
         sources = next(source for source in APT_SOURCES if Path(source).exists())
         packages = "--include=python3,python3-venv,ca-certificates"
-        run("mmdebstrap", "--variant=minbase", packages, "--format=tar", debian_release(), unfinished, sources)
+        run(
+            "mmdebstrap", "--variant=minbase", packages, "--format=tar", debian_release(), unfinished, sources
+        )
         unfinished.rename(archive)
-    if subprocess.run(["buildah", "inspect", "--type", "image", name], capture_output=True, check=False).returncode:
-        (folder / "Dockerfile").write_text('FROM scratch\nADD base.tar /\nCMD ["/bin/sh"]\n', encoding="utf-8")
+    if subprocess.run(
+        ["buildah", "inspect", "--type", "image", name], capture_output=True, check=False
+    ).returncode:
+        (folder / "Dockerfile").write_text(
+            'FROM scratch\nADD base.tar /\nCMD ["/bin/sh"]\n', encoding="utf-8"
+        )
         run("buildah", "build", "--isolation", "chroot", "--format", "docker", "--tag", name, folder)
     return name
 
 
 def pip_volumes(folder: Path) -> list[str]:
-    """This machine's configuration of pip for the build: mirrors, certificates and folders of wheels that it names."""
+    """This machine's configuration of pip for the build: mirrors, certificates and folders of wheels that it
+    names."""
     settings: dict[str, dict[str, str]] = {}
     for line in output(sys.executable, "-m", "pip", "config", "list").splitlines():
         key, _, value = line.partition("=")
@@ -83,5 +95,7 @@ def build_image(folder: Path, base_image: str, variant: str, torch_index_url: st
 
 def image_config(image: str) -> dict[str, Any]:
     """The configuration as Docker would read it: User, Entrypoint, Cmd, Env, Healthcheck, Volumes."""
-    config: dict[str, Any] = json.loads(output("buildah", "inspect", "--type", "image", image))["Docker"]["config"]
+    config: dict[str, Any] = json.loads(output("buildah", "inspect", "--type", "image", image))["Docker"][
+        "config"
+    ]
     return config

@@ -1,6 +1,7 @@
-"""Runs an image as an orchestrator would under the restricted profile, with nothing but Linux: its root file system read-only,
-its user by number, no capability, no new privileges, a process tree of its own; /models read-only, /cache an empty file system
-in memory. What is started (user, variables, command) comes from the image's own configuration. The network is this machine's."""
+"""Runs an image as an orchestrator would under the restricted profile, with nothing but Linux: its root file
+system read-only, its user by number, no capability, no new privileges, a process tree of its own; /models
+read-only, /cache an empty file system in memory. What is started (user, variables, command) comes from the
+image's own configuration. The network is this machine's."""
 
 import contextlib
 import signal
@@ -34,7 +35,9 @@ exec chroot "$root" /usr/bin/setpriv --reuid="$uid" --regid="$gid" --clear-group
 class Container:
     """One image, mounted; ``start`` runs its own command, ``execute`` another one beside it."""
 
-    def __init__(self, root: str, config: Mapping[str, Any], models: Path, variables: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, root: str, config: Mapping[str, Any], models: Path, variables: Mapping[str, str], log: Path
+    ) -> None:
         self.log = log
         self._root = root
         self._config = config
@@ -44,7 +47,18 @@ class Container:
 
     def _command(self, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         uid, gid = self._config["User"].split(":")
-        enter = ["sh", "-c", ENTER, "enter", self._root, str(self._models), "/usr/bin/env", "-i", *self._variables, *words]
+        enter = [
+            "sh",
+            "-c",
+            ENTER,
+            "enter",
+            self._root,
+            str(self._models),
+            "/usr/bin/env",
+            "-i",
+            *self._variables,
+            *words,
+        ]
         return enter, {"uid": uid, "gid": gid, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
 
     def start(self) -> None:
@@ -57,7 +71,9 @@ class Container:
         """A command as the same user on a root file system of its own, such as a probe."""
         command, environment = self._command(words)
         namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
-        return subprocess.run([*namespaces, *command], env=environment, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            [*namespaces, *command], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
 
     @property
     def is_running(self) -> bool:

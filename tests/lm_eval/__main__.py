@@ -1,5 +1,6 @@
-"""``python -m tests.lm_eval``: lm-eval scores the task over HTTP, with the server's own tokenizer, and every log-probability must
-be that of the same weights in this process. Prints one line; exit code 1 when one is not."""
+"""``python -m tests.lm_eval``: lm-eval scores the task over HTTP, with the server's own tokenizer, and every
+log-probability must be that of the same weights in this process. Prints one line; exit code 1 when one is
+not."""
 
 import argparse
 import json
@@ -30,7 +31,9 @@ def main() -> int:
         metavar="TEXT",
         help="more arguments for 'gemserve serve'; default: weights and arithmetic of the reference",
     )
-    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="of a continuation's log-probability")
+    parser.add_argument(
+        "--tolerance", type=float, default=TOLERANCE, help="of a continuation's log-probability"
+    )
     arguments = parser.parse_args()
     program = shutil.which(arguments.program)
     if program is None:
@@ -50,9 +53,19 @@ def main() -> int:
 def _run(program: str, url: str, folder: Path) -> list[list[Result]]:
     """What lm-eval found for each question. It needs no network but the server."""
     name = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
-    options = {"model": name, "base_url": f"{url}/v1/completions", "tokenizer_backend": "remote", "num_concurrent": 4}
+    options = {
+        "model": name,
+        "base_url": f"{url}/v1/completions",
+        "tokenizer_backend": "remote",
+        "num_concurrent": 4,
+    }
     command = [program, "run", "--model", "local-completions"]
-    command += ["--model_args", ",".join(f"{key}={value}" for key, value in options.items()), "--batch_size", "16"]
+    command += [
+        "--model_args",
+        ",".join(f"{key}={value}" for key, value in options.items()),
+        "--batch_size",
+        "16",
+    ]
     command += ["--tasks", TASK, "--include_path", ".", "--log_samples", "--output_path", str(folder / "out")]
     print("lm-eval:", " ".join(command), flush=True)
     environ = {**os.environ, "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}

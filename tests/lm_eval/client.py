@@ -1,5 +1,5 @@
-"""What lm-eval's ``local-completions`` with ``tokenizer_backend=remote`` does on the wire, request by request, and how it reads
-the answers, without lm-eval itself."""
+"""What lm-eval's ``local-completions`` with ``tokenizer_backend=remote`` does on the wire, request by
+request, and how it reads the answers, without lm-eval itself."""
 
 from collections.abc import Sequence
 from operator import itemgetter
@@ -22,7 +22,9 @@ class LmEvalClient:
         return tokens
 
     def decode(self, tokens: list[int]) -> str:
-        return str(self._client.post("/detokenize", json={"tokens": tokens}).raise_for_status().json()["prompt"])
+        return str(
+            self._client.post("/detokenize", json={"tokens": tokens}).raise_for_status().json()["prompt"]
+        )
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]], batch_size: int) -> list[tuple[float, bool]]:
         """Of (context, continuation). The longest are sent first, in batches."""
@@ -37,7 +39,8 @@ class LmEvalClient:
         return [results[index] for index in range(len(pairs))]
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], int]:
-        """The tokens of both, and how many of them are the context's. Blanks at its end count as the continuation's."""
+        """The tokens of both, and how many of them are the context's. Blanks at its end count as the
+        continuation's."""
         return self.encode(context + continuation), len(self.encode(context.rstrip()))
 
     def _score(self, prompts: list[list[int]]) -> dict[str, Any]:
@@ -47,13 +50,24 @@ class LmEvalClient:
 
 
 def scoring_body(model: str, prompts: list[list[int]]) -> dict[str, Any]:
-    return {"model": model, "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    return {
+        "model": model,
+        "prompt": prompts,
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "seed": 1234,
+        "echo": True,
+    }
 
 
 def parse_logprobs(answer: dict[str, Any], context_lengths: Sequence[int]) -> list[tuple[float, bool]]:
-    """(sum, is greedy) of each continuation. The last entry is taken for the generated token; values are compared as floats."""
+    """(sum, is greedy) of each continuation. The last entry is taken for the generated token; values are
+    compared as floats."""
     results = []
-    for choice, context_length in zip(sorted(answer["choices"], key=itemgetter("index")), context_lengths, strict=True):
+    for choice, context_length in zip(
+        sorted(answer["choices"], key=itemgetter("index")), context_lengths, strict=True
+    ):
         values = choice["logprobs"]["token_logprobs"][context_length:-1]
         tops = choice["logprobs"]["top_logprobs"][context_length:-1]
         is_greedy = all(value == max(top.values()) for value, top in zip(values, tops, strict=True))

@@ -26,17 +26,23 @@ class Comparison:
         )
 
 
-def compare(reference: Reference, questions: Sequence[Question], results: Sequence[Sequence[tuple[float, bool]]]) -> Comparison:
+def compare(
+    reference: Reference, questions: Sequence[Question], results: Sequence[Sequence[tuple[float, bool]]]
+) -> Comparison:
     """``results``: lm-eval's (log-probability, is greedy) of each question's continuations."""
     expected: list[list[float]] = []
     differences, wrong = [], []
     for question, row in zip(questions, results, strict=True):
         scores = [reference.score(question.context, continuation) for continuation in question.continuations]
         expected.append([score.logprob for score in scores])
-        for continuation, score, (logprob, is_greedy) in zip(question.continuations, scores, row, strict=True):
+        for continuation, score, (logprob, is_greedy) in zip(
+            question.continuations, scores, row, strict=True
+        ):
             differences.append(abs(logprob - score.logprob))
             if abs(score.margin) > TOLERANCE and is_greedy != (score.margin > 0):
                 wrong.append(question.context + continuation)
     flags = [is_greedy for row in results for _, is_greedy in row]
     found = accuracy(questions, [[logprob for logprob, _ in row] for row in results])
-    return Comparison(found, accuracy(questions, expected), max(differences), len(differences), sum(flags), tuple(wrong))
+    return Comparison(
+        found, accuracy(questions, expected), max(differences), len(differences), sum(flags), tuple(wrong)
+    )

@@ -1,5 +1,6 @@
-"""What scoring must find, computed in this process from plain logits: reference operations in float32, one text at a time, with
-the tokenizer's own library. Nothing of it is shared with the way of a request through the server."""
+"""What scoring must find, computed in this process from plain logits: reference operations in float32, one
+text at a time, with the tokenizer's own library. Nothing of it is shared with the way of a request through
+the server."""
 
 from dataclasses import dataclass
 
@@ -20,7 +21,8 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Of one continuation. ``margin``: by how much its tokens' logits are above those of all others, the least of them."""
+    """Of one continuation. ``margin``: by how much its tokens' logits are above those of all others, the
+    least of them."""
 
     logprob: float
     margin: float
@@ -63,7 +65,9 @@ class Reference:
         targets = torch.tensor(token_ids[first:])[:, None]
         chosen = logits.gather(1, targets)
         others = logits.scatter(1, targets, -torch.inf).amax(dim=-1, keepdim=True)
-        return Score(float(logits.log_softmax(dim=-1).gather(1, targets).sum()), float((chosen - others).min()))
+        return Score(
+            float(logits.log_softmax(dim=-1).gather(1, targets).sum()), float((chosen - others).min())
+        )
 
 
 def cache_plan(spec: KVCacheSpec) -> KVCachePlan:

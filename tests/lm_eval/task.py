@@ -1,4 +1,5 @@
-"""The task that lm-eval scores: 100 questions with four answers each. ``facts.yaml`` tells lm-eval the same."""
+"""The task that lm-eval scores: 100 questions with four answers each. ``facts.yaml`` tells lm-eval the
+same."""
 
 import json
 from collections.abc import Sequence
@@ -19,7 +20,9 @@ class Question:
 def questions() -> list[Question]:
     lines = (FOLDER / "facts.jsonl").read_text(encoding="utf-8").splitlines()
     return [
-        Question(f"<bos>{item['question']}", tuple(f" {choice}" for choice in item["choices"]), item["answer"])
+        Question(
+            f"<bos>{item['question']}", tuple(f" {choice}" for choice in item["choices"]), item["answer"]
+        )
         for item in map(json.loads, lines)
     ]
 
@@ -27,4 +30,6 @@ def questions() -> list[Question]:
 def accuracy(questions: Sequence[Question], scores: Sequence[Sequence[float]]) -> float:
     """The share of questions whose right answer is the likeliest: lm-eval's ``acc``."""
     best = [max(range(len(row)), key=row.__getitem__) for row in scores]
-    return sum(question.right == index for question, index in zip(questions, best, strict=True)) / len(questions)
+    return sum(question.right == index for question, index in zip(questions, best, strict=True)) / len(
+        questions
+    )

@@ -1,4 +1,5 @@
-"""The task in its short form: lm-eval's own requests to the tiny model; ``make lm-eval-test`` has lm-eval score the real one."""
+"""The task in its short form: lm-eval's own requests to the tiny model; ``make lm-eval-test`` has lm-eval
+score the real one."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,7 +56,9 @@ def test_every_score_is_that_of_the_model_in_this_process(client: LmEvalClient) 
     some = questions()[::4]
     pairs = [(question.context, continuation) for question in some for continuation in question.continuations]
     scores = client.loglikelihood(pairs, batch_size=16)
-    reference = Reference(tiny_runner(cache_plan(tiny_config().kv_cache_spec(BLOCK_SIZE, 4))), build_library_tokenizer())
+    reference = Reference(
+        tiny_runner(cache_plan(tiny_config().kv_cache_spec(BLOCK_SIZE, 4))), build_library_tokenizer()
+    )
     comparison = compare(reference, some, [scores[first : first + 4] for first in range(0, len(scores), 4)])
     print(comparison.line())
     assert comparison.num_continuations == 100

@@ -10,7 +10,8 @@ from tests.model.ops.cpu.instruction_sets import InstructionSet, instruction_set
 
 @pytest.fixture(autouse=True)
 def _num_threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """One thread, since a tiny model's operations are shorter than waking a second one; a module asks for more by NUM_THREADS."""
+    """One thread, since a tiny model's operations are shorter than waking a second one; a module asks for
+    more by NUM_THREADS."""
     before = torch.get_num_threads()
     torch.set_num_threads(min(before, getattr(request.module, "NUM_THREADS", 1)))
     yield

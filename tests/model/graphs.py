@@ -1,5 +1,5 @@
-"""What the tests of CUDA graphs share: a stand-in for the device, whose graph is the captured callable, run again over the same
-buffers; and the same work done twice, through graphs and eagerly."""
+"""What the tests of CUDA graphs share: a stand-in for the device, whose graph is the captured callable, run
+again over the same buffers; and the same work done twice, through graphs and eagerly."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,8 @@ class RecordedEvent:
 
 @dataclass(eq=False)
 class RerunDevice:
-    """Captures nothing: replays by calling. Counts what was asked of it, by the number of rows of the result."""
+    """Captures nothing: replays by calling. Counts what was asked of it, by the number of rows of the
+    result."""
 
     captured: list[int] = field(default_factory=list)
     replayed: list[int] = field(default_factory=list)
@@ -85,14 +86,25 @@ class LiveHarness(Harness):
 
 
 def make_harness(model: Gemma3, kind: type[Harness]) -> Harness:
-    return kind(model, model.ops, block_size=BLOCK_SIZE, num_tokens=MAX_NUM_SEQS * MAX_MODEL_LEN, num_seqs=MAX_NUM_SEQS, seed=5)
+    return kind(
+        model,
+        model.ops,
+        block_size=BLOCK_SIZE,
+        num_tokens=MAX_NUM_SEQS * MAX_MODEL_LEN,
+        num_seqs=MAX_NUM_SEQS,
+        seed=5,
+    )
 
 
 class PairedRuns:
     """The same work through graphs and eagerly, over caches of their own."""
 
     def __init__(
-        self, model: Gemma3, device: GraphDevice, kind: type[Harness], sizes: Sequence[int] = padded_sizes(MAX_NUM_SEQS)
+        self,
+        model: Gemma3,
+        device: GraphDevice,
+        kind: type[Harness],
+        sizes: Sequence[int] = padded_sizes(MAX_NUM_SEQS),
     ) -> None:
         self.graphed, self.eager = make_harness(model, kind), make_harness(model, kind)
         self.graphed.runner.capture_graphs(sizes, MAX_MODEL_LEN, device)
@@ -148,7 +160,8 @@ class PairedRuns:
 
 
 def long_life(runs: PairedRuns) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Every batch size across the borders of the padding, sequences that come and go at random places, tables that grow."""
+    """Every batch size across the borders of the padding, sequences that come and go at random places, tables
+    that grow."""
     shuffle = random.Random(3)
     for length in (3, 70, 9):
         runs.start(length, seed=length)

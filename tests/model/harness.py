@@ -1,6 +1,6 @@
-"""Drives a ModelRunner as an engine would, with the least bookkeeping that is honest: blocks handed out in shuffled order, local
-blocks recycled right after every step, and all memory that no sequence owns poisoned with NaN, so that a read of anything stale
-or unwritten shows in the logits.
+"""Drives a ModelRunner as an engine would, with the least bookkeeping that is honest: blocks handed out in
+shuffled order, local blocks recycled right after every step, and all memory that no sequence owns poisoned
+with NaN, so that a read of anything stale or unwritten shows in the logits.
 """
 
 import random
@@ -41,7 +41,9 @@ class TestSequence:
 class Harness:
     """A model with a cache of its own, poisoned wherever nothing was written."""
 
-    def __init__(self, model: Gemma3, ops: Ops, *, block_size: int, num_tokens: int, num_seqs: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self, model: Gemma3, ops: Ops, *, block_size: int, num_tokens: int, num_seqs: int = 1, seed: int = 0
+    ) -> None:
         config = model.config
         self.runner = ModelRunner(model, config.kv_cache_spec(block_size, ops.cache_dtype.itemsize), ops)
         self.spec = self.runner.spec
@@ -91,7 +93,9 @@ class Harness:
     @torch.inference_mode()
     def hidden(self, work: Sequence[tuple[TestSequence, int]]) -> list[torch.Tensor]:
         """One step that returns the final hidden states [count, h] of every token instead of sampling."""
-        batch = build_batch([self.chunk(sequence, count) for sequence, count in work], self.spec, self.runner.ops.device)
+        batch = build_batch(
+            [self.chunk(sequence, count) for sequence, count in work], self.spec, self.runner.ops.device
+        )
         hidden: torch.Tensor = self.runner.model(batch, self.cache)
         self._advance(work)
         return list(hidden.tensor_split(batch.first_rows[1:-1]))

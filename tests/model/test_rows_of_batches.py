@@ -1,5 +1,5 @@
-"""Through the runner, a token's numbers are the same bits whatever else is in its batch: on every instruction set, for every way
-to store weights and both types of activations, from 1 to 600 rows."""
+"""Through the runner, a token's numbers are the same bits whatever else is in its batch: on every instruction
+set, for every way to store weights and both types of activations, from 1 to 600 rows."""
 
 from dataclasses import replace
 
@@ -30,7 +30,8 @@ CONFIG = replace(
     global_layers=layer_pattern(2, 2),
     head_dim=64,
 )
-# Of one sequence: beside the borders of tiles (6 and 12 rows), of blocks of rows (8, 96, 240) and of the window.
+# Of one sequence: beside the borders of tiles (6 and 12 rows), of blocks of rows (8, 96, 240) and of the
+# window.
 CHUNKS = (1, 2, 5, 6, 7, 8, 9, 12, 13, 31, 65, 96, 97, 239, 241)
 
 
@@ -74,7 +75,9 @@ def test_a_token_is_the_same_bits_in_every_batch(weights: str, dtype: torch.dtyp
         harness.hidden([(other, 2) for other in beside])
         decodes = harness.logits([(other, 1) for other in beside])
         for index in {0, others // 2, others - 1}:
-            assert torch.equal(decodes[index], harness.all_logits(beside[index].tokens)[-1:]), f"one of {others} decodes"
+            assert torch.equal(decodes[index], harness.all_logits(beside[index].tokens)[-1:]), (
+                f"one of {others} decodes"
+            )
         for other in beside:
             harness.release(other)
 

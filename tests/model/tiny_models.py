@@ -1,4 +1,5 @@
-"""Tiny random models for tests of the network: the committed checkpoints of tests/golden/tiny, and ones made up in memory."""
+"""Tiny random models for tests of the network: the committed checkpoints of tests/golden/tiny, and ones made
+up in memory."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -57,12 +58,20 @@ def random_tensors(model: Gemma3, seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, slot in sorted(model.weight_slots().items()):
-        scale = 0.3 if "norm" in name else 0.5 if "embed" in name or "lm_head" in name else 1.5 * slot.shape[-1] ** -0.5
+        scale = (
+            0.3
+            if "norm" in name
+            else 0.5
+            if "embed" in name or "lm_head" in name
+            else 1.5 * slot.shape[-1] ** -0.5
+        )
         tensors[name] = torch.randn(slot.shape, generator=generator) * scale
     return tensors
 
 
-def random_model(config: Gemma3Config = CONFIG, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Gemma3:
+def random_model(
+    config: Gemma3Config = CONFIG, *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Gemma3:
     with torch.inference_mode():
         model = Gemma3(config, reference_ops(dtype), config.vocab_size)
         model.load_weights(random_tensors(model, seed).items())
@@ -70,8 +79,12 @@ def random_model(config: Gemma3Config = CONFIG, *, dtype: torch.dtype = torch.fl
 
 
 def all_local_config(num_layers: int = 1, window: int = 8) -> Gemma3Config:
-    return replace(CONFIG, num_hidden_layers=num_layers, global_layers=(False,) * num_layers, sliding_window=window)
+    return replace(
+        CONFIG, num_hidden_layers=num_layers, global_layers=(False,) * num_layers, sliding_window=window
+    )
 
 
 def random_prompt(length: int, vocab_size: int = CONFIG.vocab_size, seed: int = 0) -> list[int]:
-    return torch.randint(3, vocab_size, (length,), generator=torch.Generator().manual_seed(seed + 1000 * length)).tolist()
+    return torch.randint(
+        3, vocab_size, (length,), generator=torch.Generator().manual_seed(seed + 1000 * length)
+    ).tolist()

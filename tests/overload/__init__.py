@@ -1,2 +1,2 @@
-"""Overload: ten times more clients than places against a real server process, held against what it does for as many as it has
-places for."""
+"""Overload: ten times more clients than places against a real server process, held against what it does for
+as many as it has places for."""

@@ -1,5 +1,5 @@
-"""``python -m tests.overload --seconds 120``: run it, print a line of what happened, exit with 1 when something was wrong or less
-than nine tenths of the best was left. For a machine that does nothing else."""
+"""``python -m tests.overload --seconds 120``: run it, print a line of what happened, exit with 1 when
+something was wrong or less than nine tenths of the best was left. For a machine that does nothing else."""
 
 import argparse
 import asyncio
@@ -17,7 +17,10 @@ LEAST_SHARE = 0.9
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.overload", description=__doc__)
     parser.add_argument(
-        "--seconds", type=float, default=120, help="duration of the overload; the whole run takes half as much more"
+        "--seconds",
+        type=float,
+        default=120,
+        help="duration of the overload; the whole run takes half as much more",
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="gemserve-overload-") as folder:

@@ -1,4 +1,5 @@
-"""Clients in a closed loop, as polite as OpenAI's: one that is refused comes back when it was told to. Some leave early."""
+"""Clients in a closed loop, as polite as OpenAI's: one that is refused comes back when it was told to. Some
+leave early."""
 
 import asyncio
 import json
@@ -37,7 +38,9 @@ class Tally:
 
     def goodput(self, since: float, until: float) -> float:
         """Tokens per second of the answers that were complete in that time."""
-        return sum(answer.num_tokens for answer in self.answers if since <= answer.at < until) / (until - since)
+        return sum(answer.num_tokens for answer in self.answers if since <= answer.at < until) / (
+            until - since
+        )
 
     def percentile(self, share: float) -> float:
         """Of the time that accepted requests took."""

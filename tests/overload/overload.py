@@ -1,6 +1,7 @@
-"""Measures the best that the server does for as many clients as it has places for, then sends ten times as many, and checks what
-must hold: refusals are 429 with a time to come back, nothing fails, memory stays bounded, and the counters of both sides add up.
-Whether accepted requests keep their deadline, and how much of the best is left, stands in the summary."""
+"""Measures the best that the server does for as many clients as it has places for, then sends ten times as
+many, and checks what must hold: refusals are 429 with a time to come back, nothing fails, memory stays
+bounded, and the counters of both sides add up. Whether accepted requests keep their deadline, and how much of
+the best is left, stands in the summary."""
 
 import asyncio
 from collections import Counter
@@ -34,7 +35,8 @@ class Summary:
 
     @property
     def keeps_deadlines(self) -> bool:
-        """Whether accepted requests were answered in time. A machine with other work may be to blame when not."""
+        """Whether accepted requests were answered in time. A machine with other work may be to blame when
+        not."""
         tally = self.tally
         return tally.percentile(0.99) <= DEADLINE and tally.num_timed_out <= 0.01 * len(tally.answers)
 
@@ -49,7 +51,8 @@ class Summary:
 
 
 async def run(server: ServerProcess, seconds: float) -> Summary:
-    """``seconds`` of overload, and half as much before and after it to measure the best. Raises AssertionError."""
+    """``seconds`` of overload, and half as much before and after it to measure the best. Raises
+    AssertionError."""
     before = await _levels(server, seconds / 4, "before")
     start, memory = await _idle(server), server.resident_bytes
     tally = Tally()
@@ -66,7 +69,9 @@ async def run(server: ServerProcess, seconds: float) -> Summary:
 async def _levels(server: ServerProcess, seconds: float, name: str) -> list[float]:
     """Goodput with as many clients as can run, and with the queue full as well."""
     levels = (MAX_NUM_SEQS, PLACES)
-    return [await _measure(server, count, seconds / len(levels), f"{name}-{count}", Tally()) for count in levels]
+    return [
+        await _measure(server, count, seconds / len(levels), f"{name}-{count}", Tally()) for count in levels
+    ]
 
 
 async def _measure(server: ServerProcess, count: int, seconds: float, name: str, tally: Tally) -> float:
@@ -109,7 +114,11 @@ def _served(samples: Samples) -> Counter[str]:
     counts: Counter[str] = Counter()
     for (name, labels), value in samples.items():
         label = dict(labels)
-        if name == "http_requests_total" and label["route"] == "/v1/completions" and label["method"] == "POST":
+        if (
+            name == "http_requests_total"
+            and label["route"] == "/v1/completions"
+            and label["method"] == "POST"
+        ):
             counts["received"] += int(value)
             counts[f"status {label['status'][0]}xx"] += int(value)
         elif name in ("requests_total", "request_rejections_total") and label["endpoint"] == "completions":
@@ -123,9 +132,13 @@ def _check(summary: Summary, counts: Counter[str]) -> None:
     assert counts["status 5xx"] == 0, line
     assert all(1 <= wait <= 60 for wait in tally.waits), line
     assert summary.memory_growth < MAX_MEMORY_GROWTH, line
-    # received = finished + rejected + left. Of those that left, some were finished or refused without knowing it.
+    # received = finished + rejected + left. Of those that left, some were finished or refused without knowing
+    # it.
     finished = counts["stop"] + counts["length"]
     assert counts["received"] == tally.num_sent, line
-    assert counts["received"] == finished + counts["queue_full"] + counts["client_disconnect"] + counts["timeout"], line
+    assert (
+        counts["received"]
+        == finished + counts["queue_full"] + counts["client_disconnect"] + counts["timeout"]
+    ), line
     assert finished >= len(tally.answers), line
     assert counts["queue_full"] >= tally.num_refused, line

@@ -1,6 +1,6 @@
-"""``python -m tests.ray_serve``: the application of deploy/ray on two Ray nodes of this machine, with a small random model.
-Streams, session affinity, throughput of a second replica on a core of its own, a node killed under open streams, scaling
-down."""
+"""``python -m tests.ray_serve``: the application of deploy/ray on two Ray nodes of this machine, with a small
+random model. Streams, session affinity, throughput of a second replica on a core of its own, a node killed
+under open streams, scaling down."""
 
 import argparse
 import json
@@ -20,7 +20,8 @@ from tests.deploy.replicas import wait_until
 from tests.ray_serve.cluster import RayServe, Replica, ray_serve, write_model
 
 LONG_STREAM_TOKENS = 1500  # many seconds: still open when the node dies
-# The proxy and these clients share the two cores with the replicas, so that a second one gives less than twice as much.
+# The proxy and these clients share the two cores with the replicas, so that a second one gives less than
+# twice as much.
 THROUGHPUT_CLIENTS, THROUGHPUT_TOKENS, THROUGHPUT_ROUNDS, THROUGHPUT_ATTEMPTS, LEAST_GAIN = 8, 60, 3, 3, 1.1
 
 
@@ -29,11 +30,20 @@ def passed(what: str) -> None:
 
 
 def body_of(prompt: str, max_tokens: int, **options: Any) -> dict[str, Any]:
-    return {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **options}
+    return {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        **options,
+    }
 
 
 def complete(serve: RayServe, session: str, prompt: str, max_tokens: int) -> dict[str, Any]:
-    answer = serve.client.post("/v1/completions", json=body_of(prompt, max_tokens), headers={"x-session-id": session})
+    answer = serve.client.post(
+        "/v1/completions", json=body_of(prompt, max_tokens), headers={"x-session-id": session}
+    )
     assert answer.status_code == 200, f"{answer.status_code} {answer.text}"
     result: dict[str, Any] = answer.json()
     assert result["usage"]["completion_tokens"] == max_tokens, result["usage"]
@@ -46,7 +56,9 @@ class Stream:
     def __init__(self, serve: RayServe, session: str, max_tokens: int) -> None:
         self.events: list[str] = []
         self.error: Exception | None = None
-        self._body = body_of(f"{session} says", max_tokens, stream=True, stream_options={"include_usage": True})
+        self._body = body_of(
+            f"{session} says", max_tokens, stream=True, stream_options={"include_usage": True}
+        )
         self._serve, self._session, self._max_tokens = serve, session, max_tokens
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
@@ -55,7 +67,9 @@ class Stream:
         try:
             with (
                 httpx.Client(base_url=self._serve.client.base_url, timeout=120) as client,
-                client.stream("POST", "/v1/completions", json=self._body, headers={"x-session-id": self._session}) as response,
+                client.stream(
+                    "POST", "/v1/completions", json=self._body, headers={"x-session-id": self._session}
+                ) as response,
             ):
                 if response.status_code != 200:
                     raise AssertionError(f"{response.status_code} {response.read().decode()}")
@@ -100,20 +114,26 @@ def throughput(serve: RayServe, sessions: list[str]) -> float:
     """Output tokens per second with as many requests in flight for every session."""
     started = time.monotonic()
     with ThreadPoolExecutor(len(sessions)) as pool:
-        list(pool.map(lambda session: complete(serve, session, f"{session} runs", THROUGHPUT_TOKENS), sessions))
+        list(
+            pool.map(lambda session: complete(serve, session, f"{session} runs", THROUGHPUT_TOKENS), sessions)
+        )
     return len(sessions) * THROUGHPUT_TOKENS / (time.monotonic() - started)
 
 
 def check_throughput(serve: RayServe, replicas: list[Replica], sessions: list[list[str]]) -> None:
     for core, replica in enumerate(replicas):
         replica.pin(core)
-    for _ in range(THROUGHPUT_ATTEMPTS):  # what else this machine does takes a core from two more than from one
+    for _ in range(
+        THROUGHPUT_ATTEMPTS
+    ):  # what else this machine does takes a core from two more than from one
         one, two = [], []
         for _ in range(THROUGHPUT_ROUNDS):
             one.append(throughput(serve, sessions[0] * THROUGHPUT_CLIENTS))
             two.append(throughput(serve, (sessions[0] + sessions[1]) * THROUGHPUT_CLIENTS))
         gain = statistics.median(two) / statistics.median(one)
-        passed(f"each on one core: {statistics.median(one):.0f} tokens/s with one replica, {gain:.2f} times that with two")
+        passed(
+            f"each on one core: {statistics.median(one):.0f} tokens/s with one replica, {gain:.2f} times that with two"
+        )
         if gain > LEAST_GAIN:
             return
     raise AssertionError(f"a second replica should give more than {LEAST_GAIN} times the throughput")
@@ -131,7 +151,9 @@ def check_killed_node(serve: RayServe, sessions: list[list[str]], kept: int) -> 
         assert stream.error is not None or "error" in stream.events[-1], (
             f"the client of the cut stream sees no error: {stream.events[-2:]}"
         )
-    passed(f"node killed: its client sees {type(cut[0].error).__name__ if cut[0].error else cut[0].events[-1]}")
+    passed(
+        f"node killed: its client sees {type(cut[0].error).__name__ if cut[0].error else cut[0].events[-1]}"
+    )
     for session in (session for place in sessions for session in place):
         complete(serve, session, f"{session} goes on", 2)
     passed("new requests of all sessions succeed")

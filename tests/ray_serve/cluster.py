@@ -31,8 +31,18 @@ DEPLOYMENT = "gemserve"
 
 
 def arguments(model: Path, replicas: int) -> dict[str, Any]:
-    settings = {"model": str(model), "served_model_name": ["tiny"], "dtype": "float32", "kv_cache_memory": "256MiB"}
-    return {"num_cpus": 1, "min_replicas": replicas, "max_replicas": replicas, "settings": settings | {"shutdown_timeout": 60}}
+    settings = {
+        "model": str(model),
+        "served_model_name": ["tiny"],
+        "dtype": "float32",
+        "kv_cache_memory": "256MiB",
+    }
+    return {
+        "num_cpus": 1,
+        "min_replicas": replicas,
+        "max_replicas": replicas,
+        "settings": settings | {"shutdown_timeout": 60},
+    }
 
 
 def write_model(folder: Path) -> Path:
@@ -42,7 +52,8 @@ def write_model(folder: Path) -> Path:
     generator = torch.Generator().manual_seed(0)
     shapes = expected_shapes(Gemma3Config.from_hf(CONFIG))
     save_file(
-        {name: 0.05 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}, folder / "model.safetensors"
+        {name: 0.05 * torch.randn(shape, generator=generator) for name, shape in shapes.items()},
+        folder / "model.safetensors",
     )
     build_library_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
@@ -84,13 +95,19 @@ class RayServe:
     def replicas(self) -> list[Replica]:
         """By the node's order of start."""
         named = f"ray::ServeReplica:{DEPLOYMENT}:{DEPLOYMENT}"
-        found = [p for p in psutil.process_iter(["cmdline"]) if " ".join(p.info["cmdline"] or []).startswith(named)]
+        found = [
+            p for p in psutil.process_iter(["cmdline"]) if " ".join(p.info["cmdline"] or []).startswith(named)
+        ]
         return sorted((Replica(process) for process in found), key=lambda replica: replica.started)
 
     def replica_of(self, session: str, replicas: list[Replica]) -> int:
         """Index of the replica that serves a session."""
         text = self.client.get("/metrics", headers={"x-session-id": session}).text
-        started = next(float(line.split()[1]) for line in text.splitlines() if line.startswith("process_start_time_seconds "))
+        started = next(
+            float(line.split()[1])
+            for line in text.splitlines()
+            if line.startswith("process_start_time_seconds ")
+        )
         return min(range(len(replicas)), key=lambda index: abs(replicas[index].started - started))
 
     def sessions(self, replicas: list[Replica], count: int) -> list[list[str]]:

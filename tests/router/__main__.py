@@ -1,5 +1,6 @@
-"""``python -m tests.router``: vllm-router in front of two replicas with the tiny model. What it forwards, what it answers for
-what we lack, whose cache a prefix lands in, and one replica stopped under load without a failed request."""
+"""``python -m tests.router``: vllm-router in front of two replicas with the tiny model. What it forwards,
+what it answers for what we lack, whose cache a prefix lands in, and one replica stopped under load without a
+failed request."""
 
 import argparse
 import contextlib
@@ -35,8 +36,23 @@ def passed(what: str) -> None:
 @contextlib.contextmanager
 def running_router(program: str, workers: list[Replica], log: Path) -> Iterator[httpx.Client]:
     port = free_port()
-    command = [program, "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *(worker.url for worker in workers)]
-    command += ["--policy", "cache_aware", "--prometheus-port", str(free_port()), "--health-check-interval-secs", "1"]
+    command = [
+        program,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--worker-urls",
+        *(worker.url for worker in workers),
+    ]
+    command += [
+        "--policy",
+        "cache_aware",
+        "--prometheus-port",
+        str(free_port()),
+        "--health-check-interval-secs",
+        "1",
+    ]
     with (
         log.open("wb") as output,
         subprocess.Popen(command, stdout=output, stderr=output) as process,
@@ -74,10 +90,13 @@ def check_forwarding(client: httpx.Client) -> None:
 
 
 def check_lacking(client: httpx.Client) -> None:
-    """A 404 from the replica, which the router hands on at once: it would try others for minutes after a 5xx."""
+    """A 404 from the replica, which the router hands on at once: it would try others for minutes after a
+    5xx."""
     for path in LACKING:
         started = time.monotonic()
-        answer = client.post(path, json={"model": "tiny", "input": "text", "query": "text", "documents": ["text"]})
+        answer = client.post(
+            path, json={"model": "tiny", "input": "text", "query": "text", "documents": ["text"]}
+        )
         assert answer.status_code == 404, f"{path}: {answer.status_code} {answer.text}"
         assert answer.json()["error"]["code"] == "unknown_url", answer.text
         assert time.monotonic() - started < 10, f"{path}: the 404 was late"
@@ -94,15 +113,19 @@ def complete(client: httpx.Client, prompt: str, max_tokens: int) -> dict[str, An
 
 
 def check_prefixes(client: httpx.Client, workers: list[Replica]) -> None:
-    """Conversations that begin alike go to the replica that has computed their beginning. The first of each come at once: the
-    router spreads those, by load."""
+    """Conversations that begin alike go to the replica that has computed their beginning. The first of each
+    come at once: the router spreads those, by load."""
     generator = random.Random(1)
-    prefixes = ["".join(generator.choices("abcdefghijklmnop ", k=PREFIX_CHARACTERS)) for _ in range(NUM_PREFIXES)]
+    prefixes = [
+        "".join(generator.choices("abcdefghijklmnop ", k=PREFIX_CHARACTERS)) for _ in range(NUM_PREFIXES)
+    ]
     with ThreadPoolExecutor(NUM_PREFIXES) as pool:
         list(pool.map(lambda prefix: complete(client, prefix, FIRST_TOKENS), prefixes))
     assert all(worker.num_completions > 0 for worker in workers), "one replica got everything"
     places: list[set[int]] = [set() for _ in prefixes]
-    queried, hit = (sum(w.metric(f"prefix_cache_{what}_tokens_total") for w in workers) for what in ("queried", "hit"))
+    queried, hit = (
+        sum(w.metric(f"prefix_cache_{what}_tokens_total") for w in workers) for what in ("queried", "hit")
+    )
     for question in range(NUM_QUESTIONS):
         for place, prefix in zip(places, prefixes, strict=True):
             before = [worker.num_completions for worker in workers]
@@ -111,9 +134,13 @@ def check_prefixes(client: httpx.Client, workers: list[Replica]) -> None:
     assert all(len(place) == 1 for place in places), f"a prefix was sent to several replicas: {places}"
     queried = sum(w.metric("prefix_cache_queried_tokens_total") for w in workers) - queried
     hit = sum(w.metric("prefix_cache_hit_tokens_total") for w in workers) - hit
-    assert hit / queried > 0.9, f"hit {hit:g} of {queried:g} tokens"  # the question and an unfinished block are new
+    assert hit / queried > 0.9, (
+        f"hit {hit:g} of {queried:g} tokens"
+    )  # the question and an unfinished block are new
     shares = [sum(place == {index} for place in places) for index in range(len(workers))]
-    passed(f"prefixes stay with their replica ({shares[0]} and {shares[1]}); {hit / queried:.0%} of their tokens hit")
+    passed(
+        f"prefixes stay with their replica ({shares[0]} and {shares[1]}); {hit / queried:.0%} of their tokens hit"
+    )
 
 
 def check_stop(client: httpx.Client, workers: list[Replica]) -> None:
@@ -138,13 +165,17 @@ def check_stop(client: httpx.Client, workers: list[Replica]) -> None:
     taken = workers[1].num_completions - before[1]
     assert taken > NUM_LOAD_REQUESTS / 2, f"the other replica took {taken:g} requests"
     complete(client, "and on it goes", 2)
-    passed(f"one of two replicas stopped under load: of {len(futures)} requests none failed, {after_stop} of them ended after it")
+    passed(
+        f"one of two replicas stopped under load: of {len(futures)} requests none failed, {after_stop} of them ended after it"
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.router", description=__doc__)
     parser.add_argument(
-        "--router", default=shutil.which("vllm-router", path=str(Path(sys.executable).parent)), help="vllm-router"
+        "--router",
+        default=shutil.which("vllm-router", path=str(Path(sys.executable).parent)),
+        help="vllm-router",
     )
     arguments = parser.parse_args()
     if arguments.router is None:
@@ -164,7 +195,9 @@ def main() -> int:
             traceback.print_exc()
             log = folder / "router.log"
             if log.exists():
-                print(f"router: the end of its log:\n{log.read_text(encoding='utf-8')[-3000:]}", file=sys.stderr)
+                print(
+                    f"router: the end of its log:\n{log.read_text(encoding='utf-8')[-3000:]}", file=sys.stderr
+                )
             print("router: FAILED", file=sys.stderr)
             return 1
     passed("passed")

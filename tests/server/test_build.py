@@ -36,7 +36,12 @@ def test_a_checkout_is_read_in_each_of_its_forms(tmp_path: Path) -> None:
     )
     assert build.commit(packed) == ID
     worktree = tmp_path / "worktree"
-    git_folder(loose / ".git", worktrees__w__HEAD="ref: refs/heads/w", worktrees__w__commondir="../..", refs__heads__w=OTHER)
+    git_folder(
+        loose / ".git",
+        worktrees__w__HEAD="ref: refs/heads/w",
+        worktrees__w__commondir="../..",
+        refs__heads__w=OTHER,
+    )
     git_folder(worktree, **{".git": f"gitdir: {loose / '.git' / 'worktrees' / 'w'}"})
     assert build.commit(worktree) == OTHER
 

@@ -1,5 +1,5 @@
-"""Every size at its true widths and with its whole vocabulary, one local and one global layer of each: ``python -m tests.sizes``.
-Takes minutes; 27B needs 5 GB of disk and 8 GB of memory.
+"""Every size at its true widths and with its whole vocabulary, one local and one global layer of each:
+``python -m tests.sizes``. Takes minutes; 27B needs 5 GB of disk and 8 GB of memory.
 """
 
 import argparse
@@ -24,7 +24,12 @@ def main() -> None:
         measured = run_sizes([size], dtype=arguments.dtype, num_threads=arguments.threads)[size]
         sizes = (measured.weights, measured.peak, measured.kept, measured.largest)
         seconds = time.monotonic() - began
-        print(COLUMNS.format(size, *(number >> 20 for number in sizes), measured.capacity_tokens, f"{seconds:.0f}"), flush=True)
+        print(
+            COLUMNS.format(
+                size, *(number >> 20 for number in sizes), measured.capacity_tokens, f"{seconds:.0f}"
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

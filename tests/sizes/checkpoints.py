@@ -1,5 +1,6 @@
-"""Random checkpoints with the true widths of the published sizes, cut to few layers: folders as they are published, with shards,
-an index and, from 4B on, names with a prefix and a vision tower. Written as a stream, in bfloat16: only the disk limits them.
+"""Random checkpoints with the true widths of the published sizes, cut to few layers: folders as they are
+published, with shards, an index and, from 4B on, names with a prefix and a vision tower. Written as a stream,
+in bfloat16: only the disk limits them.
 """
 
 import json
@@ -47,7 +48,11 @@ def published_config(size: str) -> dict[str, Any]:
         text |= {"num_attention_heads": 16, "num_key_value_heads": 8}
     if is_multimodal(size):
         text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
-        outer = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "eos_token_id": [1, 106]}
+        outer = {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "model_type": "gemma3",
+            "eos_token_id": [1, 106],
+        }
         return {**outer, "text_config": text, "vision_config": {"model_type": "siglip_vision_model"}}
     return {
         **text,
@@ -64,22 +69,34 @@ def published_config(size: str) -> dict[str, Any]:
     }
 
 
-def cut_config(size: str, global_layers: tuple[bool, ...], vocab_size: int | None) -> tuple[dict[str, Any], Gemma3Config]:
+def cut_config(
+    size: str, global_layers: tuple[bool, ...], vocab_size: int | None
+) -> tuple[dict[str, Any], Gemma3Config]:
     """A published configuration with fewer layers, as it stands in the file and as it is understood."""
     raw = published_config(size)
     text = raw.get("text_config", raw)
     text["num_hidden_layers"] = len(global_layers)
-    text["layer_types"] = ["full_attention" if is_global else "sliding_attention" for is_global in global_layers]
+    text["layer_types"] = [
+        "full_attention" if is_global else "sliding_attention" for is_global in global_layers
+    ]
     vocab_size = vocab_size or SIZES[size].vocab_size
     text["vocab_size"] = vocab_size
-    shape = replace(SIZES[size], vocab_size=vocab_size, num_hidden_layers=len(global_layers), global_layers=global_layers)
+    shape = replace(
+        SIZES[size], vocab_size=vocab_size, num_hidden_layers=len(global_layers), global_layers=global_layers
+    )
     return raw, shape
 
 
 def write_checkpoint(
-    folder: Path, size: str, *, global_layers: tuple[bool, ...] = (False, True), vocab_size: int | None = None, seed: int = 0
+    folder: Path,
+    size: str,
+    *,
+    global_layers: tuple[bool, ...] = (False, True),
+    vocab_size: int | None = None,
+    seed: int = 0,
 ) -> Gemma3Config:
-    """Write a folder with one shard for the embedding and one for each layer; the configuration of what is in it."""
+    """Write a folder with one shard for the embedding and one for each layer; the configuration of what is in
+    it."""
     folder.mkdir(parents=True, exist_ok=True)
     raw, config = cut_config(size, global_layers, vocab_size)
     (folder / "config.json").write_text(json.dumps(raw))
@@ -87,14 +104,18 @@ def write_checkpoint(
     shards: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in expected_shapes(config).items():
         number = int(name.split(".")[2]) + 2 if ".layers." in name else 1
-        shards.setdefault(f"model-{number:05}-of-{len(global_layers) + 1:05}.safetensors", {})[prefix + name] = shape
+        shards.setdefault(f"model-{number:05}-of-{len(global_layers) + 1:05}.safetensors", {})[
+            prefix + name
+        ] = shape
     if is_multimodal(size):
         shards[min(shards)] |= VISION_TENSORS
     piece = torch.randn(PIECE, generator=torch.Generator().manual_seed(seed))
     for file, shapes in shards.items():
         _write_shard(folder / file, shapes, piece)
     weight_map = {name: file for file, shapes in shards.items() for name in shapes}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return config
 
 

@@ -1,6 +1,6 @@
-"""Loads checkpoints one after the other in a process of its own, runs a few steps of each and prints what that took, as JSON:
-``python -m tests.sizes.measure DTYPE FOLDER...``. Memory is the process's own (RssAnon of Linux): the pages of mapped files
-belong to the system, which takes them back when it needs them.
+"""Loads checkpoints one after the other in a process of its own, runs a few steps of each and prints what
+that took, as JSON: ``python -m tests.sizes.measure DTYPE FOLDER...``. Memory is the process's own (RssAnon of
+Linux): the pages of mapped files belong to the system, which takes them back when it needs them.
 """
 
 import json
@@ -28,7 +28,8 @@ NUM_TOKENS = 3
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Bytes; and whether the model gave finite logits, and the same tokens for a prompt whole and in chunks."""
+    """Bytes; and whether the model gave finite logits, and the same tokens for a prompt whole and in
+    chunks."""
 
     weights: int
     largest: int  # of the matrices that are filled at once: fused ones
@@ -68,7 +69,9 @@ def peak_memory() -> Iterator[list[int]]:
 def generate(runner: ModelRunner, chunk_size: int) -> tuple[bool, list[int]]:
     harness = Harness(runner.model, runner.ops, block_size=16, num_tokens=2 * PROMPT)
     generator = torch.Generator().manual_seed(1)
-    sequence = TestSequence(torch.randint(3, runner.model.head.num_valid_tokens, (PROMPT,), generator=generator).tolist())
+    sequence = TestSequence(
+        torch.randint(3, runner.model.head.num_valid_tokens, (PROMPT,), generator=generator).tolist()
+    )
     is_finite = True
     while len(sequence.tokens) < PROMPT + NUM_TOKENS:
         count = min(chunk_size, len(sequence.tokens) - sequence.num_computed)
@@ -87,9 +90,15 @@ def measure(folder: Path, dtype: str) -> Measured:
         runner = ModelRunner.load(checkpoint, dtype=dtype, device="cpu", progress=False)
         checkpoint.close()
     kept = own_memory() - before
-    linears = [layer for layer in runner.model.modules() if isinstance(layer, Linear) and layer is not runner.model.head]
+    linears = [
+        layer
+        for layer in runner.model.modules()
+        if isinstance(layer, Linear) and layer is not runner.model.head
+    ]
     largest = max(layer.in_features * layer.out_features for layer in linears) * runner.ops.dtype.itemsize
-    plan = runner.spec.plan(4 << 30, max_num_seqs=4, max_num_batched_tokens=512, max_model_len=32_768, prefix_caching=True)
+    plan = runner.spec.plan(
+        4 << 30, max_num_seqs=4, max_num_batched_tokens=512, max_model_len=32_768, prefix_caching=True
+    )
     is_finite, tokens = generate(runner, PROMPT)
     is_finite_too, tokens_in_chunks = generate(runner, CHUNK)
     return Measured(

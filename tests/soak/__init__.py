@@ -1,1 +1,2 @@
-"""A soak: random load at several times the cache's budget against a real server process, with books kept on both sides."""
+"""A soak: random load at several times the cache's budget against a real server process, with books kept on
+both sides."""

@@ -1,4 +1,5 @@
-"""``python -m tests.soak --seconds 600``: run the soak, print a line of what happened, exit with 1 when something was wrong."""
+"""``python -m tests.soak --seconds 600``: run the soak, print a line of what happened, exit with 1 when
+something was wrong."""
 
 import argparse
 import asyncio
@@ -16,7 +17,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600, help="duration of the load after the warm-up")
     parser.add_argument("--warm-up", type=float, default=30, help="seconds of load before memory is measured")
-    parser.add_argument("--seed", type=int, default=None, help="the same seed sends the same requests; default: a new one")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="the same seed sends the same requests; default: a new one"
+    )
     arguments = parser.parse_args()
     seed = random.randrange(2**31) if arguments.seed is None else arguments.seed
     print(f"soak: seed {seed}", flush=True)

@@ -1,20 +1,26 @@
-"""What the counters on /metrics must show for a round of requests, worked out from what the clients sent and received.
+"""What the counters on /metrics must show for a round of requests, worked out from what the clients sent and
+received.
 
 The rules, each exact:
-- ``prompt_tokens_total``: each sequence in the engine counts its whole prompt when its first output arrives. A prompt is one
+- ``prompt_tokens_total``: each sequence in the engine counts its whole prompt when its first output arrives.
+  A prompt is one
   sequence per choice, but one for all choices when the request is greedy.
-- ``prompt_tokens_cached_total``: the same, with the part found in the prefix cache. ``usage`` has that of each prompt's first
-  choice; the other choices of a sampled request may hit up to the last full block that leaves one token to compute.
-- ``generation_tokens_total``: ``usage.completion_tokens`` of finished requests, and of one whose client left, the tokens handed
+- ``prompt_tokens_cached_total``: the same, with the part found in the prefix cache. ``usage`` has that of
+  each prompt's first
+  choice; the other choices of a sampled request may hit up to the last full block that leaves one token to
+  compute.
+- ``generation_tokens_total``: ``usage.completion_tokens`` of finished requests, and of one whose client left,
+  the tokens handed
   to the connection: at least those it received.
-- ``requests_total``: one outcome per request that was accepted: "length" when any choice ended so, else "stop";
+- ``requests_total``: one outcome per request that was accepted: "length" when any choice ended so, else
+  "stop";
   "client_disconnect" when the client left before the end. A request never read by the server counts nowhere.
 - ``request_rejections_total``: one per refused request, which counts in none of the others.
 - ``choices_total``: every choice that ended in a finished request.
 
-Of a client that left, only the server's log knows whether work had begun and how many tokens were handed over. Its record is
-held against what the client saw, then taken into the books; where sequences of one request may have begun or not, a counter gets
-a range.
+Of a client that left, only the server's log knows whether work had begun and how many tokens were handed
+over. Its record is held against what the client saw, then taken into the books; where sequences of one
+request may have begun or not, a counter gets a range.
 """
 
 from collections import Counter
@@ -47,7 +53,14 @@ class Books:
     num_left: int = 0
     num_finished: int = 0
 
-    def enter(self, job: Job, reply: Reply, usage: dict[str, Any] | None, reasons: list[str], record: LogRecord | None) -> None:
+    def enter(
+        self,
+        job: Job,
+        reply: Reply,
+        usage: dict[str, Any] | None,
+        reasons: list[str],
+        record: LogRecord | None,
+    ) -> None:
         """``usage``: the last one that the client saw; ``reasons``: of its finished choices."""
         if job.rejection is not None:
             assert record is None, "a refused request counts as refused alone"
@@ -65,7 +78,11 @@ class Books:
         self.num_finished += 1
         outcome = "length" if "length" in reasons else "stop"
         told = (record.endpoint, record.outcome, record.prompt_tokens, record.generated_tokens)
-        assert told == (job.endpoint, outcome, usage["prompt_tokens"], usage["completion_tokens"]), (job, usage, record)
+        assert told == (job.endpoint, outcome, usage["prompt_tokens"], usage["completion_tokens"]), (
+            job,
+            usage,
+            record,
+        )
         self.outcomes[job.endpoint, outcome] += 1
         self.choices.update(reasons)
         self.generated_tokens += usage["completion_tokens"]
@@ -99,16 +116,26 @@ class Books:
     def compare(self, before: Samples, after: Samples) -> None:
         def counted(name: str, **labels: str) -> int:
             wanted = set(labels.items())
-            return int(sum(after[key] - before.get(key, 0) for key in after if key[0] == name and wanted <= key[1]))
+            return int(
+                sum(after[key] - before.get(key, 0) for key in after if key[0] == name and wanted <= key[1])
+            )
 
         assert counted("generation_tokens_total") == self.generated_tokens
-        for name, book in (("prompt_tokens_total", self.prompt_tokens), ("prompt_tokens_cached_total", self.cached_tokens)):
+        for name, book in (
+            ("prompt_tokens_total", self.prompt_tokens),
+            ("prompt_tokens_cached_total", self.cached_tokens),
+        ):
             assert book.low <= counted(name) <= book.high, (name, counted(name), book)
         for endpoint in ("completions", "chat_completions"):
             for outcome in ("stop", "length", "client_disconnect", "shutdown", "error"):
                 value = counted("requests_total", endpoint=endpoint, outcome=outcome)
                 assert value == self.outcomes[endpoint, outcome], (endpoint, outcome, value, self.outcomes)
-            for reason in {key[1] for key in self.rejections} | {"invalid", "context_length", "not_ready", "draining"}:
+            for reason in {key[1] for key in self.rejections} | {
+                "invalid",
+                "context_length",
+                "not_ready",
+                "draining",
+            }:
                 value = counted("request_rejections_total", endpoint=endpoint, reason=reason)
                 assert value == self.rejections[endpoint, reason], (endpoint, reason, value, self.rejections)
         if not self.num_left:

@@ -12,7 +12,8 @@ EVENT = b"data: "
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """When a client closes its connection: after so many events, or after so many seconds where that comes first."""
+    """When a client closes its connection: after so many events, or after so many seconds where that comes
+    first."""
 
     after_events: int
     after_seconds: float

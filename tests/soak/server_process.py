@@ -1,4 +1,5 @@
-"""``gemserve serve`` with the tiny model in a process of its own: its address, memory, metrics and request log."""
+"""``gemserve serve`` with the tiny model in a process of its own: its address, memory, metrics and request
+log."""
 
 import contextlib
 import os
@@ -27,7 +28,9 @@ MAX_NUM_BATCHED_TOKENS = 128
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 _LISTENING = re.compile(r"listening on http://127\.0\.0\.1:(\d+)")
-_RECORD = re.compile(r"gemserve\.request: \S+ request_id=(\S+) (\w+) (\w+) prompt_tokens=(\d+) generated_tokens=(\d+) ttft=(\S+)")
+_RECORD = re.compile(
+    r"gemserve\.request: \S+ request_id=(\S+) (\w+) (\w+) prompt_tokens=(\d+) generated_tokens=(\d+) ttft=(\S+)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,9 @@ class ServerProcess:
         self._process = process
         self._log = log
         self._log_offset = 0
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, headers={"connection": "close"})
+        self._client = httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", timeout=60, headers={"connection": "close"}
+        )
         self._memory = psutil.Process(process.pid)
 
     @property
@@ -97,12 +102,34 @@ def server_process(
     log = folder / "server.log"
     memory = cache_memory(cache_tokens, BLOCK_SIZE, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, prefix_caching=True)
     command = [
-        *(sys.executable, "-m", "server", "serve", str(model), "--port", "0", "--dtype", "float32", "--num-threads", "1"),
-        *("--kv-cache-memory", str(memory), "--block-size", str(BLOCK_SIZE), "--max-num-seqs", str(MAX_NUM_SEQS)),
+        *(
+            sys.executable,
+            "-m",
+            "server",
+            "serve",
+            str(model),
+            "--port",
+            "0",
+            "--dtype",
+            "float32",
+            "--num-threads",
+            "1",
+        ),
+        *(
+            "--kv-cache-memory",
+            str(memory),
+            "--block-size",
+            str(BLOCK_SIZE),
+            "--max-num-seqs",
+            str(MAX_NUM_SEQS),
+        ),
         *("--max-num-batched-tokens", str(MAX_NUM_BATCHED_TOKENS), "--shutdown-timeout", "5", *flags),
     ]
     options: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, **(environ or {})}}
-    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, **options) as process:
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, **options) as process,
+    ):
         try:
             server = ServerProcess(process, log, _wait_for_port(process, log))
             try:

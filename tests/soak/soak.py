@@ -1,5 +1,5 @@
-"""Rounds of random load with a look at the books after each. Calm rounds, in which nobody leaves, must balance exactly; in rough
-ones clients leave at random moments."""
+"""Rounds of random load with a look at the books after each. Calm rounds, in which nobody leaves, must
+balance exactly; in rough ones clients leave at random moments."""
 
 import asyncio
 import random
@@ -16,7 +16,8 @@ from tests.soak.workload import Job, Workload, steady_prompts
 NUM_CLIENTS = 24
 ROUND_SECONDS = 15.0
 MAX_TOKENS = 100
-# Short answers, many requests: what a process comes to hold (arenas, garbage between full collections) depends on their number.
+# Short answers, many requests: what a process comes to hold (arenas, garbage between full collections)
+# depends on their number.
 WARM_UP_MAX_TOKENS = 6
 IDLE_SECONDS = 2.0
 MAX_MEMORY_GROWTH = 0.02
@@ -68,7 +69,9 @@ class Soak:
     server: ServerProcess
     seed: int
     summary: Summary = field(init=False)
-    steady: list[tuple[dict[str, Any], dict[str, Any]]] = field(init=False, default_factory=list)  # bodies and their answers
+    steady: list[tuple[dict[str, Any], dict[str, Any]]] = field(
+        init=False, default_factory=list
+    )  # bodies and their answers
     _demand: list[int] = field(init=False, default_factory=list)
     _wanted: int = field(init=False, default=0)  # tokens that requests in flight may come to hold
 
@@ -88,7 +91,9 @@ class Soak:
         summary.memory_after = self.server.resident_bytes
         summary.preemptions = _grown(start, end, "preemptions_total")
         summary.evictions = _grown(start, end, "kv_cache_evicted_blocks_total")
-        summary.cached_share = _grown(start, end, "prompt_tokens_cached_total") / _grown(start, end, "prompt_tokens_total")
+        summary.cached_share = _grown(start, end, "prompt_tokens_cached_total") / _grown(
+            start, end, "prompt_tokens_total"
+        )
         summary.demand = sum(self._demand) / len(self._demand) / CACHE_TOKENS
         assert summary.preemptions > 0, "the load was too light to preempt anything"
         assert summary.evictions > 0, "the load was too light to evict anything"
@@ -98,8 +103,12 @@ class Soak:
     async def _learn_steady_answers(self) -> None:
         """The answers of the steady requests, alone; those whose tokens hang by a thread are left out."""
         for body in steady_prompts():
-            answer = (await send(self.server.port, COMPLETIONS, Job(COMPLETIONS, body).encoded, "steady", None)).json
-            tops = [sorted(top.values(), reverse=True) for top in answer["choices"][0]["logprobs"]["top_logprobs"]]
+            answer = (
+                await send(self.server.port, COMPLETIONS, Job(COMPLETIONS, body).encoded, "steady", None)
+            ).json
+            tops = [
+                sorted(top.values(), reverse=True) for top in answer["choices"][0]["logprobs"]["top_logprobs"]
+            ]
             if all(len(top) > 1 and top[0] - top[1] > SAFE_MARGIN for top in tops):
                 self.steady.append((body, answer))
         assert len(self.steady) >= 3, "too few answers to repeat"
@@ -116,7 +125,9 @@ class Soak:
         async with asyncio.TaskGroup() as group:
             clients = [
                 group.create_task(
-                    self._client(f"{name}-{i}", deadline, Workload(f"{name}-{i}", calm=calm, max_tokens=max_tokens))
+                    self._client(
+                        f"{name}-{i}", deadline, Workload(f"{name}-{i}", calm=calm, max_tokens=max_tokens)
+                    )
                 )
                 for i in range(NUM_CLIENTS)
             ]
@@ -125,7 +136,9 @@ class Soak:
         books = Books()
         entries = [entry for client in clients for entry in client.result()]
         for entry in entries:
-            books.enter(entry.job, entry.reply, entry.usage, entry.reasons, records.pop(entry.request_id, None))
+            books.enter(
+                entry.job, entry.reply, entry.usage, entry.reasons, records.pop(entry.request_id, None)
+            )
         assert not records, "requests in the log that nobody sent"
         assert books.are_exact or not calm
         books.compare(before, after)
@@ -158,7 +171,10 @@ class Soak:
     async def _send(self, job: Job, request_id: str) -> Entry:
         wanted = 0
         if job.rejection is None:
-            wanted = sum(length + job.body["max_tokens"] for length in job.prompt_lengths or (20,)) * job.sequences_per_prompt
+            wanted = (
+                sum(length + job.body["max_tokens"] for length in job.prompt_lengths or (20,))
+                * job.sequences_per_prompt
+            )
         self._wanted += wanted
         self._demand.append(self._wanted)
         reply = await send(self.server.port, job.path, job.encoded, request_id, job.leave)
@@ -193,7 +209,8 @@ def _grown(before: Samples, after: Samples, name: str) -> float:
 
 
 def check_reply(job: Job, reply: Reply) -> tuple[dict[str, Any] | None, list[str]]:
-    """The last usage that the client saw, and the reasons of finished choices; asserts what every answer must hold."""
+    """The last usage that the client saw, and the reasons of finished choices; asserts what every answer must
+    hold."""
     if reply.left:
         streamed = reply.events if reply.status == 200 and job.body.get("stream") else []
         return (streamed[-1]["usage"] if streamed else None), []

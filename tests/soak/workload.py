@@ -1,5 +1,5 @@
-"""Random requests from a seed: prompts of every form with shared beginnings, all sampling parameters, requests that must be
-refused, and clients that leave early."""
+"""Random requests from a seed: prompts of every form with shared beginnings, all sampling parameters,
+requests that must be refused, and clients that leave early."""
 
 import json
 import random
@@ -11,14 +11,18 @@ from tests.soak.client import Leave
 from tests.soak.server_process import BLOCK_SIZE, CACHE_TOKENS
 
 WORDS = ("a", "will", "hello", "ab", "in", "the", "cow", "jumps", "over", "moons", "1", "22", "é")
-STREAM: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+STREAM: dict[str, Any] = {
+    "stream": True,
+    "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+}
 LONG_MAX_TOKENS = CACHE_TOKENS - 100
 STOPS = ("a", "e", "o", " ", "ll", "<b>", "zz", "in")
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """``rejection``: the reason for which it must be refused, as the metric names it. ``prompt_lengths`` are None for text."""
+    """``rejection``: the reason for which it must be refused, as the metric names it. ``prompt_lengths`` are
+    None for text."""
 
     path: str
     body: dict[str, Any]
@@ -51,8 +55,8 @@ class Job:
 
 
 class Workload:
-    """One client's endless supply, of answers up to ``max_tokens``. ``calm``: nobody leaves, and every cached token can be known
-    from the answers."""
+    """One client's endless supply, of answers up to ``max_tokens``. ``calm``: nobody leaves, and every cached
+    token can be known from the answers."""
 
     def __init__(self, seed: str, *, calm: bool, max_tokens: int) -> None:
         self._random = random.Random(seed)
@@ -76,13 +80,21 @@ class Workload:
         return Job(job.path, job.body, job.prompt_lengths, leave=leave)
 
     def last(self) -> Job | None:
-        """A client's last request of a round. In a rough one all leave long answers at once, so that work that goes on for
-        nobody would be noticed."""
+        """A client's last request of a round. In a rough one all leave long answers at once, so that work
+        that goes on for nobody would be noticed."""
         if self._calm:
             return None
         prompt = self._prompt()
-        body = {"prompt": prompt, "max_tokens": LONG_MAX_TOKENS, "temperature": 0, "ignore_eos": True, **STREAM}
-        leave = Leave(after_events=self._random.choice((0, 1, 5)), after_seconds=1.0, reset=self._random.random() < 0.5)
+        body = {
+            "prompt": prompt,
+            "max_tokens": LONG_MAX_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            **STREAM,
+        }
+        leave = Leave(
+            after_events=self._random.choice((0, 1, 5)), after_seconds=1.0, reset=self._random.random() < 0.5
+        )
         return Job(COMPLETIONS, body, (len(prompt),), leave=leave)
 
     def _completion(self) -> Job:
@@ -101,7 +113,12 @@ class Workload:
         elif choose.random() < 0.05:
             body["max_tokens"] = 0
             body.pop("min_tokens", None)
-        if self._calm and body["temperature"] > 0 and body["n"] > 1 and not ("logprobs" in body and body["echo"]):
+        if (
+            self._calm
+            and body["temperature"] > 0
+            and body["n"] > 1
+            and not ("logprobs" in body and body["echo"])
+        ):
             # Only the first choice's cached tokens are in the usage. Prompts of at most a block never hit.
             short = _ids(choose, choose.randint(1, BLOCK_SIZE))
             body["prompt"], lengths = short, (len(short),)
@@ -113,7 +130,10 @@ class Workload:
         if self._calm and body["temperature"] > 0:
             body["n"] = 1
         body["messages"] = [
-            {"role": ("user", "assistant")[turn % 2], "content": " ".join(choose.choices(WORDS, k=choose.randint(1, 12)))}
+            {
+                "role": ("user", "assistant")[turn % 2],
+                "content": " ".join(choose.choices(WORDS, k=choose.randint(1, 12))),
+            }
             for turn in range(choose.choice((1, 1, 3, 5)))
         ]
         if choose.random() < 0.3:
@@ -162,9 +182,24 @@ class Workload:
                 Job(COMPLETIONS, good | {"max_tokens": -1}, rejection="invalid", status=400),
                 Job(COMPLETIONS, {"max_tokens": 4}, rejection="invalid", status=400),
                 Job(COMPLETIONS, {}, rejection="invalid", status=400, payload=b'{"prompt": "a"'),
-                Job(COMPLETIONS, good | {"prompt": [5] * (CACHE_TOKENS + 1)}, rejection="context_length", status=400),
-                Job(COMPLETIONS, good | {"prompt": [[2, 3], [5] * 3000]}, rejection="context_length", status=400),
-                Job(CHAT, {"messages": [{"role": "user", "content": "a"}], "n": 0}, rejection="invalid", status=400),
+                Job(
+                    COMPLETIONS,
+                    good | {"prompt": [5] * (CACHE_TOKENS + 1)},
+                    rejection="context_length",
+                    status=400,
+                ),
+                Job(
+                    COMPLETIONS,
+                    good | {"prompt": [[2, 3], [5] * 3000]},
+                    rejection="context_length",
+                    status=400,
+                ),
+                Job(
+                    CHAT,
+                    {"messages": [{"role": "user", "content": "a"}], "n": 0},
+                    rejection="invalid",
+                    status=400,
+                ),
                 Job(CHAT, {"messages": []}, rejection="invalid", status=400),
                 Job(COMPLETIONS, good | {"model": "other"}, rejection="model_not_found", status=404),
             )
@@ -179,6 +214,12 @@ def steady_prompts() -> list[dict[str, Any]]:
     """Greedy requests of unpenalised answers, to be repeated all along."""
     choose = random.Random("steady")
     return [
-        {"prompt": _ids(choose, length), "max_tokens": 24, "temperature": 0, "ignore_eos": True, "logprobs": 2}
+        {
+            "prompt": _ids(choose, length),
+            "max_tokens": 24,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 2,
+        }
         for length in (3, 16, 17, 48, 65, 80, 129, 200, 31, 250)
     ]

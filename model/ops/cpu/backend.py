@@ -1,8 +1,8 @@
 """The CPU backend: C++ kernels (model/ops/cpu/cpp) for AVX2 and AVX-512 behind the interface of ``Ops``.
 
-Every kernel accumulates in float32 in an order that depends on the row alone, so a row's result is bit for bit the same whatever
-else is in the batch and on any number of threads. Shapes that a kernel does not cover, which no Gemma 3 has, fall back to the
-reference, which makes no such promise.
+Every kernel accumulates in float32 in an order that depends on the row alone, so a row's result is bit for
+bit the same whatever else is in the batch and on any number of threads. Shapes that a kernel does not cover,
+which no Gemma 3 has, fall back to the reference, which makes no such promise.
 """
 
 import weakref
@@ -15,8 +15,24 @@ import torch
 
 from model.host.huge_pages import HugePageMemory
 from model.ops.cpu.build import load_library
-from model.ops.cpu.weights import PackedWeight, WeightStorage, choose_storage, pack_head, pack_weight, put_together, take_apart
-from model.ops.interface import AttentionMetadata, Candidates, LayerCache, LayerOperands, LinearRole, LinearWeight, PackedForm
+from model.ops.cpu.weights import (
+    PackedWeight,
+    WeightStorage,
+    choose_storage,
+    pack_head,
+    pack_weight,
+    put_together,
+    take_apart,
+)
+from model.ops.interface import (
+    AttentionMetadata,
+    Candidates,
+    LayerCache,
+    LayerOperands,
+    LinearRole,
+    LinearWeight,
+    PackedForm,
+)
 from model.ops.reference import ReferenceOps
 
 _ATTENTION = Struct("7q 6q 4q 4q d")  # AttentionArguments in cpp/attention.h
@@ -27,7 +43,8 @@ _STEPS = Struct("4q 2q q 3q 6q" * 2)  # two StepArguments in cpp/layer.cpp
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stack:
-    """What stays the same from step to step in ``decoder_layers``, for a network and its cache, which it does not keep alive."""
+    """What stays the same from step to step in ``decoder_layers``, for a network and its cache, which it does
+    not keep alive."""
 
     layers: Sequence[LayerOperands]
     keys: "weakref.ref[torch.Tensor]"  # of the first layer's cache
@@ -67,7 +84,7 @@ class CpuOps(ReferenceOps):
         self._library.advise_huge_pages(cache.data_ptr(), cache.nbytes)
         return cache
 
-    # -- linear layers ---------------------------------------------------------------------------------------------------------
+    # -- linear layers ---------------------------------------------------------------------------------------
 
     def pack_linear(self, weight: torch.Tensor, role: LinearRole, *, shared: bool = False) -> LinearWeight:
         assert weight.dtype == self.dtype
@@ -112,7 +129,9 @@ class CpuOps(ReferenceOps):
         )
         return token_ids
 
-    def _linear(self, x: torch.Tensor, weight: LinearWeight, dtype: torch.dtype, is_bfloat16: int) -> torch.Tensor:
+    def _linear(
+        self, x: torch.Tensor, weight: LinearWeight, dtype: torch.dtype, is_bfloat16: int
+    ) -> torch.Tensor:
         assert isinstance(weight, PackedWeight)
         num_rows = x.shape[0]
         assert x.shape == (num_rows, weight.in_features)
@@ -129,7 +148,7 @@ class CpuOps(ReferenceOps):
         )
         return result
 
-    # -- elementwise -----------------------------------------------------------------------------------------------------------
+    # -- elementwise -----------------------------------------------------------------------------------------
 
     def rms_norm(self, x: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
         x = x.contiguous()
@@ -148,7 +167,12 @@ class CpuOps(ReferenceOps):
         return result
 
     def norm_add_norm(
-        self, branch: torch.Tensor, residual: torch.Tensor, post_scale: torch.Tensor, next_scale: torch.Tensor, eps: float
+        self,
+        branch: torch.Tensor,
+        residual: torch.Tensor,
+        post_scale: torch.Tensor,
+        next_scale: torch.Tensor,
+        eps: float,
     ) -> torch.Tensor:
         assert residual.is_contiguous()
         assert branch.shape == residual.shape
@@ -174,11 +198,16 @@ class CpuOps(ReferenceOps):
         num_rows, double = gate_up.shape
         result = torch.empty((num_rows, double // 2), dtype=gate_up.dtype)
         self._library.geglu(
-            gate_up.data_ptr(), result.data_ptr(), num_rows, double // 2, self._is_bfloat16, torch.get_num_threads()
+            gate_up.data_ptr(),
+            result.data_ptr(),
+            num_rows,
+            double // 2,
+            self._is_bfloat16,
+            torch.get_num_threads(),
         )
         return result
 
-    # -- attention -------------------------------------------------------------------------------------------------------------
+    # -- attention -------------------------------------------------------------------------------------------
 
     def qk_norm_rope_cache_write(
         self,
@@ -194,7 +223,9 @@ class CpuOps(ReferenceOps):
     ) -> torch.Tensor:
         _, block_size, num_kv_heads, head_dim = k_cache.shape
         if head_dim % (2 * self._width):
-            return super().qk_norm_rope_cache_write(qkv, q_scale, k_scale, cos, sin, k_cache, v_cache, slot_mapping, eps)
+            return super().qk_norm_rope_cache_write(
+                qkv, q_scale, k_scale, cos, sin, k_cache, v_cache, slot_mapping, eps
+            )
         qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
         num_tokens, size = qkv.shape
         num_heads = size // head_dim - 2 * num_kv_heads
@@ -225,7 +256,12 @@ class CpuOps(ReferenceOps):
         return query
 
     def paged_attention(
-        self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata, scale: float
+        self,
+        query: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
     ) -> torch.Tensor:
         num_tokens, num_heads, head_dim = query.shape
         if head_dim % (2 * self._width):
@@ -284,8 +320,14 @@ class CpuOps(ReferenceOps):
             assert cos.is_contiguous()
             assert sin.is_contiguous()
             arguments += [
-                *(tensor.data_ptr() for tensor in (hidden, residual, first, second, cos, sin, of_kind.slot_mapping)),
-                *(tensor.data_ptr() for tensor in (of_kind.block_table, of_kind.query_start, of_kind.context_lens_tensor)),
+                *(
+                    tensor.data_ptr()
+                    for tensor in (hidden, residual, first, second, cos, sin, of_kind.slot_mapping)
+                ),
+                *(
+                    tensor.data_ptr()
+                    for tensor in (of_kind.block_table, of_kind.query_start, of_kind.context_lens_tensor)
+                ),
                 num_tokens,
                 len(of_kind.query_lens),
                 of_kind.block_table.stride(0),
@@ -296,10 +338,15 @@ class CpuOps(ReferenceOps):
         self._library.decoder_layers(stack.arguments, len(layers), _STEPS.pack(*arguments))
         return True
 
-    def _stack_of(self, layers: Sequence[LayerOperands], caches: Sequence[LayerCache], hidden_size: int) -> _Stack:
+    def _stack_of(
+        self, layers: Sequence[LayerOperands], caches: Sequence[LayerCache], hidden_size: int
+    ) -> _Stack:
         records, room = [], [hidden_size, hidden_size]
         for layer, cache in zip(layers, caches, strict=True):
-            weights = [cast(PackedWeight, weight) for weight in (layer.qkv, layer.attention_output, layer.gate_up, layer.down)]
+            weights = [
+                cast(PackedWeight, weight)
+                for weight in (layer.qkv, layer.attention_output, layer.gate_up, layer.down)
+            ]
             norms = (layer.q_norm, layer.k_norm, layer.post_attention_norm, layer.pre_feedforward_norm)
             records.append(
                 _LAYER.pack(
@@ -326,7 +373,7 @@ class CpuOps(ReferenceOps):
         keys = caches[0].keys
         return _Stack(layers, weakref.ref(keys), b"".join(records), (room[0], room[1]), keys.shape[3])
 
-    # -- sampling --------------------------------------------------------------------------------------------------------------
+    # -- sampling --------------------------------------------------------------------------------------------
 
     def all_finite(self, logits: torch.Tensor) -> torch.Tensor:
         logits = logits.contiguous()
@@ -346,7 +393,9 @@ class CpuOps(ReferenceOps):
             return
         rows, masks = rows.contiguous(), masks.contiguous()
         pointers = logits.data_ptr(), rows.data_ptr()
-        self._library.mask_rows(*pointers, len(rows), logits.shape[1], masks.data_ptr(), torch.get_num_threads())
+        self._library.mask_rows(
+            *pointers, len(rows), logits.shape[1], masks.data_ptr(), torch.get_num_threads()
+        )
 
     def top_candidates(self, logits: torch.Tensor, k: int, temperature: torch.Tensor) -> Candidates:
         num_rows, size = logits.shape

@@ -1,11 +1,12 @@
-"""Compiles the C++ kernels on first use and loads them: one shared library without any tie to torch's or Python's headers, called
-through ctypes, so that it builds in seconds. It lives in the cache directory under a key of everything it depends on, and ends
-with the SHA-256 of its own content: damage is noticed before it is mapped, and repaired. Concurrent starts build it once.
-``python -m model.ops.cpu.build`` builds every variant ahead of time; with ``--prebuilt`` beside the code, for an image without a
-compiler and with a read-only file system.
+"""Compiles the C++ kernels on first use and loads them: one shared library without any tie to torch's or
+Python's headers, called through ctypes, so that it builds in seconds. It lives in the cache directory under a
+key of everything it depends on, and ends with the SHA-256 of its own content: damage is noticed before it is
+mapped, and repaired. Concurrent starts build it once. ``python -m model.ops.cpu.build`` builds every variant
+ahead of time; with ``--prebuilt`` beside the code, for an image without a compiler and with a read-only file
+system.
 
-Variants differ in the instructions that they use, never in their source: those for AVX-512 are the same kernels over wider
-vectors.
+Variants differ in the instructions that they use, never in their source: those for AVX-512 are the same
+kernels over wider vectors.
 """
 
 import argparse
@@ -35,10 +36,24 @@ PREBUILT = Path(__file__).parent / "prebuilt"  # looked at before the cache
 COMMON_FLAGS = ("-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra")
 DIGEST_BYTES = 32
 OPTIMISED = ("-O3",)
-SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+SANITIZED = (
+    "-O1",
+    "-g",
+    "-fno-omit-frame-pointer",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=undefined",
+)
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 # GCC warns about its own AVX-512 headers without the last flag.
-_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-Wno-maybe-uninitialized", "-Wno-uninitialized")
+_AVX512 = (
+    *_AVX2,
+    "-mavx512f",
+    "-mavx512bw",
+    "-mavx512vl",
+    "-mavx512dq",
+    "-Wno-maybe-uninitialized",
+    "-Wno-uninitialized",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +82,8 @@ class BuildError(Exception):
 
 
 def detect_variant() -> Variant | None:
-    """The best variant that this processor runs, up to the set that GEMSERVE_CPU_ISA names; None where it runs none."""
+    """The best variant that this processor runs, up to the set that GEMSERVE_CPU_ISA names; None where it
+    runs none."""
     available = cpu_flags()
     return next((variant for variant in VARIANTS if variant.cpu_flags <= available), None)
 
@@ -86,7 +102,8 @@ def library_path(variant: Variant, cache_dir: Path, *, sanitize: bool = False) -
 
 
 def build(variant: Variant, cache_dir: Path, *, sanitize: bool = False) -> Path:
-    """The compiled library of a variant, built unless it lies beside the code or in the cache. Raises BuildError."""
+    """The compiled library of a variant, built unless it lies beside the code or in the cache. Raises
+    BuildError."""
     prebuilt = library_path(variant, PREBUILT, sanitize=sanitize)
     target = library_path(variant, cache_dir, sanitize=sanitize)
     if _is_whole(prebuilt):
@@ -102,7 +119,9 @@ def build(variant: Variant, cache_dir: Path, *, sanitize: bool = False) -> Path:
             if not _is_whole(target):
                 if target.exists():
                     logger.warning("The compiled CPU kernels %s are damaged and are built again.", target)
-                logger.info("Compiling the CPU kernels (%s) into %s; this happens once.", variant.name, target)
+                logger.info(
+                    "Compiling the CPU kernels (%s) into %s; this happens once.", variant.name, target
+                )
                 _compile(compiler, variant, target, SANITIZED if sanitize else OPTIMISED)
     except OSError as error:
         raise BuildError(
@@ -166,7 +185,8 @@ def _run(command: list[str]) -> None:
 def load_library() -> ctypes.CDLL:
     """The kernels for this processor, with the signatures of their functions set. Raises BuildError.
 
-    For tests, GEMSERVE_SANITIZE=1 asks for a build with sanitizers, GEMSERVE_CPU_KERNELS names a library built elsewhere.
+    For tests, GEMSERVE_SANITIZE=1 asks for a build with sanitizers, GEMSERVE_CPU_KERNELS names a library
+    built elsewhere.
     """
     variant = detect_variant()
     if variant is None:

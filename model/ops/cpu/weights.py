@@ -1,4 +1,5 @@
-"""Linear weights in the layouts of the C++ kernels (model/ops/cpu/cpp/linear.h): how each is stored, and the packing."""
+"""Linear weights in the layouts of the C++ kernels (model/ops/cpu/cpp/linear.h): how each is stored, and the
+packing."""
 
 import ctypes
 from dataclasses import dataclass, replace
@@ -9,10 +10,11 @@ import torch
 from model.host.huge_pages import HugePageMemory
 from model.ops.interface import LinearRole, PackedForm
 
-# "exact" keeps weights as they are, in bfloat16 where that loses nothing (half the bytes to read), else in float32. The others
-# round: to bfloat16; to int8 in groups of 32 inputs; to int4 likewise, but the head, whose errors are the logits' own, to int8.
-# What comes from 4 or 5 bits and is to be int8 becomes "int5", which loses nothing by it: 4 or 5 bits where they hold the
-# values, 8 elsewhere. Few-bit weights are multiplied by inputs of 8 bits, int8 ones by inputs of 16.
+# "exact" keeps weights as they are, in bfloat16 where that loses nothing (half the bytes to read), else in
+# float32. The others round: to bfloat16; to int8 in groups of 32 inputs; to int4 likewise, but the head,
+# whose errors are the logits' own, to int8. What comes from 4 or 5 bits and is to be int8 becomes "int5",
+# which loses nothing by it: 4 or 5 bits where they hold the values, 8 elsewhere. Few-bit weights are
+# multiplied by inputs of 8 bits, int8 ones by inputs of 16.
 WeightStorage = Literal["exact", "float32", "bfloat16", "int8", "int4"]
 GROUP = 32  # inputs that share a scale, as in GGUF's Q8_0, Q5_0 and Q4_K
 INT5_SHARE = 0.75  # of the panels must fit 5 bits
@@ -64,7 +66,8 @@ class PackedWeight:
 
 
 def choose_storage(weight: torch.Tensor, wanted: WeightStorage, role: LinearRole) -> str:
-    """The form that a weight [out_features, in_features] is packed in. What has no whole groups of inputs is not quantised."""
+    """The form that a weight [out_features, in_features] is packed in. What has no whole groups of inputs is
+    not quantised."""
     if wanted in ("int8", "int4") and weight.shape[1] % GROUP == 0:
         return "int8" if role == "head" else wanted
     if wanted in ("float32", "bfloat16"):
@@ -93,11 +96,15 @@ def pack_weight(
         storage = "int8" if forms is None else "int5"
     data, scales = _room(library, memory, source.shape, storage, forms)
     packed = _described(source.shape[0], source.shape[1], storage, data, scales)
-    library.pack_linear(packed.address, source.data_ptr(), int(source.dtype == torch.bfloat16), torch.get_num_threads())
+    library.pack_linear(
+        packed.address, source.data_ptr(), int(source.dtype == torch.bfloat16), torch.get_num_threads()
+    )
     return packed
 
 
-def pack_head(library: ctypes.CDLL, memory: HugePageMemory, weight: torch.Tensor, storage: str) -> PackedWeight:
+def pack_head(
+    library: ctypes.CDLL, memory: HugePageMemory, weight: torch.Tensor, storage: str
+) -> PackedWeight:
     """The same for a head, with a sketch of it where it is int8."""
     packed = pack_weight(library, memory, weight, storage)
     if storage != "int8":
@@ -107,20 +114,26 @@ def pack_head(library: ctypes.CDLL, memory: HugePageMemory, weight: torch.Tensor
     data, _ = _room(library, memory, weight.shape, "int4", forms)
     spreads = torch.empty(len(forms), library.sketch_spreads(in_features))
     sketch = Sketch(_described(out_features, in_features, "int4", data, None), spreads)
-    library.pack_sketch(sketch.weight.address, sketch.spreads.data_ptr(), packed.address, torch.get_num_threads())
+    library.pack_sketch(
+        sketch.weight.address, sketch.spreads.data_ptr(), packed.address, torch.get_num_threads()
+    )
     return replace(packed, sketch=sketch)
 
 
 def _four_bits(library: ctypes.CDLL, out_features: int) -> torch.Tensor:
     """The forms of panels that all have 4 bits."""
-    return torch.full((library.few_bits_panels(out_features),), library.few_bits_form(4, True), dtype=torch.uint8)
+    return torch.full(
+        (library.few_bits_panels(out_features),), library.few_bits_form(4, True), dtype=torch.uint8
+    )
 
 
 def _forms_needed(library: ctypes.CDLL, weight: torch.Tensor) -> torch.Tensor | None:
     """The forms of every panel of an int5 weight, uint8 [panels]; None if it should rather be int8."""
     forms = torch.empty(library.few_bits_panels(weight.shape[0]), dtype=torch.uint8)
     is_bfloat16 = int(weight.dtype == torch.bfloat16)
-    library.few_bits_needed(weight.data_ptr(), is_bfloat16, *weight.shape, forms.data_ptr(), torch.get_num_threads())
+    library.few_bits_needed(
+        weight.data_ptr(), is_bfloat16, *weight.shape, forms.data_ptr(), torch.get_num_threads()
+    )
     is_few = forms != library.few_bits_form(8, False)
     return forms if bool(forms.all()) and int(is_few.sum()) >= INT5_SHARE * len(forms) else None
 
@@ -128,8 +141,8 @@ def _forms_needed(library: ctypes.CDLL, weight: torch.Tensor) -> torch.Tensor | 
 def _room(
     library: ctypes.CDLL, memory: HugePageMemory, shape: torch.Size, storage: str, forms: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Tensors for the data, and for the scales of int8. Data of few bits begin with the places of their panels and have their
-    scales within (cpp/few_bits.h)."""
+    """Tensors for the data, and for the scales of int8. Data of few bits begin with the places of their
+    panels and have their scales within (cpp/few_bits.h)."""
     out_features, in_features = shape
     if forms is None:
         num_elements = library.packed_elements(out_features, in_features)
@@ -186,10 +199,13 @@ def _described(
         GROUP,
         _KINDS[storage],
     )
-    return PackedWeight(out_features, in_features, storage, data, scales, descriptor, ctypes.addressof(descriptor))
+    return PackedWeight(
+        out_features, in_features, storage, data, scales, descriptor, ctypes.addressof(descriptor)
+    )
 
 
 def _fits_bfloat16(weight: torch.Tensor) -> bool:
-    """Whether rounding to bfloat16 changes nothing; looked at in slices, most weights that do not fit show it in the first."""
+    """Whether rounding to bfloat16 changes nothing; looked at in slices, most weights that do not fit show it
+    in the first."""
     rows = max(1, (1 << 20) // weight.shape[1])
     return all(bool((piece == piece.bfloat16()).all()) for piece in torch.split(weight, rows))

@@ -1,14 +1,17 @@
-"""The CUDA backend: Triton kernels (model/ops/cuda/triton) behind the interface of ``Ops``, torch's own matrix products.
+"""The CUDA backend: Triton kernels (model/ops/cuda/triton) behind the interface of ``Ops``, torch's own
+matrix products.
 
-What a CUDA graph may hold: every operation here, for a batch whose sequences all have one query (a decode batch). Nothing waits
-for the device, and a launch depends on the shapes of the tensors, on ``window``, ``block_size`` and the number of entries of
-``query_lens`` alone: neither ``context_lens`` on the host nor any value on the device shapes it, so a graph captured with any
-contexts replays right for all others within the width of its block table. Memory is torch's, so a graph's pool holds it. Kernels
-are compiled by the first call of each shape, which has to come before the capture. A batch may be padded: a sequence whose
-``context_lens_tensor`` is 0 attends to nothing and gets zeros, and a token whose slot is -1 writes nothing to the cache.
+What a CUDA graph may hold: every operation here, for a batch whose sequences all have one query (a decode
+batch). Nothing waits for the device, and a launch depends on the shapes of the tensors, on ``window``,
+``block_size`` and the number of entries of ``query_lens`` alone: neither ``context_lens`` on the host nor any
+value on the device shapes it, so a graph captured with any contexts replays right for all others within the
+width of its block table. Memory is torch's, so a graph's pool holds it. Kernels are compiled by the first
+call of each shape, which has to come before the capture. A batch may be padded: a sequence whose
+``context_lens_tensor`` is 0 attends to nothing and gets zeros, and a token whose slot is -1 writes nothing to
+the cache.
 
-The same kernels run on the CPU under Triton's interpreter, for tests: a ``CudaOps`` of the device "cpu" works where
-TRITON_INTERPRET was 1 when they were imported.
+The same kernels run on the CPU under Triton's interpreter, for tests: a ``CudaOps`` of the device "cpu" works
+where TRITON_INTERPRET was 1 when they were imported.
 """
 
 import torch
@@ -21,14 +24,17 @@ from model.ops.cuda.triton.paged_attention import Device
 from model.ops.interface import AttentionMetadata, Candidates, LinearWeight
 from model.ops.reference import PlainWeight, ReferenceOps
 
-INTERPRETED_DEVICE = Device(num_processors=4, is_hopper=False)  # few processors: contexts are split or whole by the batch
+INTERPRETED_DEVICE = Device(
+    num_processors=4, is_hopper=False
+)  # few processors: contexts are split or whole by the batch
 
 
 class CudaOps(ReferenceOps):
     """Triton kernels on one device."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Sets torch's matrix products of this process to float32 sums, and float32 ones to be exact products (no TF32)."""
+        """Sets torch's matrix products of this process to float32 sums, and float32 ones to be exact products
+        (no TF32)."""
         super().__init__(device, dtype)
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = False
@@ -43,7 +49,7 @@ class CudaOps(ReferenceOps):
     def name(self) -> str:
         return "cuda (Triton)"
 
-    # -- linear layers ---------------------------------------------------------------------------------------------------------
+    # -- linear layers ---------------------------------------------------------------------------------------
 
     def logits(self, x: torch.Tensor, head: LinearWeight) -> torch.Tensor:
         assert isinstance(head, PlainWeight)
@@ -51,20 +57,25 @@ class CudaOps(ReferenceOps):
             return torch.mm(x, head.tensor.t(), out_dtype=torch.float32)
         return super().logits(x, head)
 
-    # -- elementwise -----------------------------------------------------------------------------------------------------------
+    # -- elementwise -----------------------------------------------------------------------------------------
 
     def rms_norm(self, x: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
         return elementwise.rms_norm(x, scale, eps)
 
     def norm_add_norm(
-        self, branch: torch.Tensor, residual: torch.Tensor, post_scale: torch.Tensor, next_scale: torch.Tensor, eps: float
+        self,
+        branch: torch.Tensor,
+        residual: torch.Tensor,
+        post_scale: torch.Tensor,
+        next_scale: torch.Tensor,
+        eps: float,
     ) -> torch.Tensor:
         return elementwise.norm_add_norm(branch, residual, post_scale, next_scale, eps)
 
     def geglu(self, gate_up: torch.Tensor) -> torch.Tensor:
         return elementwise.geglu(gate_up)
 
-    # -- attention -------------------------------------------------------------------------------------------------------------
+    # -- attention -------------------------------------------------------------------------------------------
 
     def qk_norm_rope_cache_write(
         self,
@@ -78,14 +89,21 @@ class CudaOps(ReferenceOps):
         slot_mapping: torch.Tensor,
         eps: float,
     ) -> torch.Tensor:
-        return elementwise.qk_norm_rope_cache_write(qkv, q_scale, k_scale, cos, sin, k_cache, v_cache, slot_mapping, eps)
+        return elementwise.qk_norm_rope_cache_write(
+            qkv, q_scale, k_scale, cos, sin, k_cache, v_cache, slot_mapping, eps
+        )
 
     def paged_attention(
-        self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, metadata: AttentionMetadata, scale: float
+        self,
+        query: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
     ) -> torch.Tensor:
         return paged_attention.paged_attention(query, k_cache, v_cache, metadata, scale, self.traits)
 
-    # -- sampling --------------------------------------------------------------------------------------------------------------
+    # -- sampling --------------------------------------------------------------------------------------------
 
     def all_finite(self, logits: torch.Tensor) -> torch.Tensor:
         return sampling.finite_and_likeliest(logits)[0]

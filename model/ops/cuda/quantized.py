@@ -1,10 +1,10 @@
-"""Linear layers of a GPU with weights in 8 bits: int8 (weights alone, a scale per output) and fp8 (weights and their inputs, a
-scale per output and per token; Ada, Hopper and later). The head stays as it is: its errors would be the logits' own, and a tied
-one is the embedding's matrix, which stays anyway.
+"""Linear layers of a GPU with weights in 8 bits: int8 (weights alone, a scale per output) and fp8 (weights
+and their inputs, a scale per output and per token; Ada, Hopper and later). The head stays as it is: its
+errors would be the logits' own, and a tied one is the embedding's matrix, which stays anyway.
 
-fp8 is torch's own product. For int8 torch has none that promises to beat bfloat16: few rows run a Triton kernel where there is
-Triton (``QuantizedCudaOps`` in backend.py), all others multiply a widened copy. Chosen on CUDA only, though what is here
-also runs on a CPU, for tests.
+fp8 is torch's own product. For int8 torch has none that promises to beat bfloat16: few rows run a Triton
+kernel where there is Triton (``QuantizedCudaOps`` in backend.py), all others multiply a widened copy. Chosen
+on CUDA only, though what is here also runs on a CPU, for tests.
 """
 
 from dataclasses import dataclass
@@ -79,9 +79,12 @@ def pack_fp8(weight: torch.Tensor) -> Fp8Weight:
 
 
 def fp8_linear(x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
-    """x [n, in_features], rounded to fp8 token by token, times weight transposed -> [n, out_features] in x's dtype."""
+    """x [n, in_features], rounded to fp8 token by token, times weight transposed -> [n, out_features] in x's
+    dtype."""
     data, scales = quantize_fp8(x)
-    return torch._scaled_mm(data, weight.data.t(), scale_a=scales[:, None], scale_b=weight.scales[None, :], out_dtype=x.dtype)
+    return torch._scaled_mm(
+        data, weight.data.t(), scale_a=scales[:, None], scale_b=weight.scales[None, :], out_dtype=x.dtype
+    )
 
 
 def check_fp8(dtype: torch.dtype, capability: tuple[int, int]) -> None:
@@ -92,7 +95,9 @@ def check_fp8(dtype: torch.dtype, capability: tuple[int, int]) -> None:
             f"this one has {'.'.join(map(str, capability))}. Use int8 or none."
         )
     if dtype != torch.bfloat16:
-        raise ConfigError("--quantization fp8 computes in bfloat16. Use --dtype bfloat16, or another quantization.")
+        raise ConfigError(
+            "--quantization fp8 computes in bfloat16. Use --dtype bfloat16, or another quantization."
+        )
 
 
 class QuantizedOps(ReferenceOps):

@@ -1,5 +1,6 @@
-"""How the events of a run look on the wire. A form turns events into the choice objects of stream chunks; an answer in one
-piece is those pieces merged, so that both ways say the same by construction. Pure: no I/O, no clock."""
+"""How the events of a run look on the wire. A form turns events into the choice objects of stream chunks; an
+answer in one piece is those pieces merged, so that both ways say the same by construction. Pure: no I/O, no
+clock."""
 
 import uuid
 from collections.abc import Iterable, Sequence
@@ -30,13 +31,16 @@ class ChatForm:
         self._started: set[int] = set()
 
     def pieces(self, event: ChoiceEvent) -> list[Choice]:
-        """The role comes with the first piece, not before it: clients take the first chunk for the first token."""
+        """The role comes with the first piece, not before it: clients take the first chunk for the first
+        token."""
         entries = None
         if self._shows_logprobs:
             num_top = None if self._plan.shows_labels else self._top_logprobs
             entries = [chat_entry(self._tokenizer, self._name, token, num_top) for token in event.logprobs]
         if self._prompt_logprobs is not None and event.is_first:
-            self._scored_prompt = prompt_entries(self._tokenizer, event.prompt_logprobs or (), self._prompt_logprobs)
+            self._scored_prompt = prompt_entries(
+                self._tokenizer, event.prompt_logprobs or (), self._prompt_logprobs
+            )
         deltas = [_delta(part) for part in event.parts]
         if not deltas and (entries or (self._return_token_ids and event.token_ids)):
             # Nothing was said in these tokens: plain text of no characters, or what may become a call.
@@ -44,7 +48,11 @@ class ChatForm:
         pieces = []
         for position, delta in enumerate(deltas):
             first = position == 0  # carries what belongs to the tokens
-            pieces.append(self._piece(event.index, delta, entries if first else None, event.token_ids if first else (), None))
+            pieces.append(
+                self._piece(
+                    event.index, delta, entries if first else None, event.token_ids if first else (), None
+                )
+            )
         if event.finish_reason is not None:
             pieces.append(self._piece(event.index, {}, None, (), event.finish_reason))
         if pieces and event.index not in self._started:
@@ -56,7 +64,11 @@ class ChatForm:
     def _begins_as_text(self, first: Choice) -> bool:
         """A text that begins, or ends before it began, is announced as empty text; calls come without any."""
         calls = self._plan.calls
-        return calls is None or "content" in first["delta"] or (first["finish_reason"] is not None and not calls.is_forced)
+        return (
+            calls is None
+            or "content" in first["delta"]
+            or (first["finish_reason"] is not None and not calls.is_forced)
+        )
 
     def _piece(
         self,
@@ -84,7 +96,9 @@ class ChatForm:
             message["tool_calls"] = calls
         logprobs = None
         if self._shows_logprobs:
-            entries = [entry for piece in pieces if piece["logprobs"] for entry in piece["logprobs"]["content"]]
+            entries = [
+                entry for piece in pieces if piece["logprobs"] for entry in piece["logprobs"]["content"]
+            ]
             logprobs = {"content": entries, "refusal": None}
         merged: Choice = {
             "index": pieces[0]["index"],
@@ -114,7 +128,11 @@ def _delta(part: Part) -> dict[str, Any]:
     if part.name is None:
         return {"tool_calls": [{"index": part.index, "function": {"arguments": part.arguments}}]}
     function = {"name": part.name, "arguments": part.arguments}
-    return {"tool_calls": [{"index": part.index, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}]}
+    return {
+        "tool_calls": [
+            {"index": part.index, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+        ]
+    }
 
 
 def _merged_calls(pieces: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

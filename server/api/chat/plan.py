@@ -1,6 +1,7 @@
 """From a checked body to a plan: constraints compiled, prompts encoded, defaults filled in.
 
-Defaults: the request, then the model's generation_config.json, then OpenAI's. Every refusal is an ApiError that names the field.
+Defaults: the request, then the model's generation_config.json, then OpenAI's. Every refusal is an ApiError
+that names the field.
 """
 
 from collections.abc import Sequence
@@ -49,7 +50,14 @@ async def prepare_chat(
     ticket.admit(n, 0)
     grammar = await compile_constraint(loaded, choices_constraint(body), use, state.metrics)
     encoded = await encode_conversation(
-        state, loaded, body, conversation, max_tokens, "messages", body.add_generation_prompt, body.continue_final_message
+        state,
+        loaded,
+        body,
+        conversation,
+        max_tokens,
+        "messages",
+        body.add_generation_prompt,
+        body.continue_final_message,
     )
     plan = make_plan(
         state,

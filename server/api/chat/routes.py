@@ -20,14 +20,22 @@ from server.state import ServerState
 
 
 def _answer(
-    state: ServerState, loaded: LoadedEngine, plan: GenerationPlan, body: ChatCompletionRequest, head: ResponseHead
+    state: ServerState,
+    loaded: LoadedEngine,
+    plan: GenerationPlan,
+    body: ChatCompletionRequest,
+    head: ResponseHead,
 ) -> Answer:
-    return ChoiceAnswer(plan, ChatForm(loaded.tokenizer, plan, body), head, StreamUsage.of(body.stream_options))
+    return ChoiceAnswer(
+        plan, ChatForm(loaded.tokenizer, plan, body), head, StreamUsage.of(body.stream_options)
+    )
 
 
 def create_router() -> APIRouter:
     router = APIRouter()
-    endpoint = AnsweringEndpoint("chat_completions", "chatcmpl-", ChatCompletionRequest, prepare_chat, _answer)
+    endpoint = AnsweringEndpoint(
+        "chat_completions", "chatcmpl-", ChatCompletionRequest, prepare_chat, _answer
+    )
 
     @router.post(
         "/v1/chat/completions",

@@ -17,7 +17,8 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class StreamUsage:
-    """``include``: one more chunk with the usage, and null on all others; ``continuous``: the usage so far on every one."""
+    """``include``: one more chunk with the usage, and null on all others; ``continuous``: the usage so far on
+    every one."""
 
     include: bool = False
     continuous: bool = False
@@ -30,7 +31,9 @@ class StreamUsage:
 
 
 class ChoiceAnswer:
-    def __init__(self, plan: GenerationPlan, form: WireForm, head: ResponseHead, stream_usage: StreamUsage) -> None:
+    def __init__(
+        self, plan: GenerationPlan, form: WireForm, head: ResponseHead, stream_usage: StreamUsage
+    ) -> None:
         self._form = form
         self._head = head
         self._stream_usage = stream_usage
@@ -40,7 +43,9 @@ class ChoiceAnswer:
 
     def chunks(self, event: ChoiceEvent, usage: Usage) -> bytes:
         pieces = self._form.pieces(event)
-        return b"".join(self._chunk([piece], usage, is_last=usage.is_over and piece is pieces[-1]) for piece in pieces)
+        return b"".join(
+            self._chunk([piece], usage, is_last=usage.is_over and piece is pieces[-1]) for piece in pieces
+        )
 
     def end(self, usage: Usage) -> bytes:
         return (self._chunk([], usage) if self._stream_usage.include else b"") + DONE

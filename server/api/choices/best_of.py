@@ -1,12 +1,13 @@
-"""Which choices of a finished run are returned: all of them, or with best_of the likeliest of each prompt, best first."""
+"""Which choices of a finished run are returned: all of them, or with best_of the likeliest of each prompt,
+best first."""
 
 from server.api.generation.plan import GenerationPlan
 from server.api.generation.run import ChoiceEvent
 
 
 class ChoiceRanking:
-    """Takes every event of a run; afterwards names the choices to return. Likelier: the mean of the raw log-probabilities of
-    all generated tokens that count is higher; of equals the first comes first."""
+    """Takes every event of a run; afterwards names the choices to return. Likelier: the mean of the raw
+    log-probabilities of all generated tokens that count is higher; of equals the first comes first."""
 
     def __init__(self, plan: GenerationPlan) -> None:
         self._plan = plan
@@ -26,5 +27,7 @@ class ChoiceRanking:
         chosen: list[int] = []
         for first in range(0, plan.num_choices, plan.n):
             candidates = range(first, first + plan.n)
-            chosen += sorted(candidates, key=lambda index: -self._sums[index] / max(1, self._counts[index]))[: plan.num_best]
+            chosen += sorted(candidates, key=lambda index: -self._sums[index] / max(1, self._counts[index]))[
+                : plan.num_best
+            ]
         return chosen

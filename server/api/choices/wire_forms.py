@@ -1,6 +1,6 @@
-"""How the events of a run look on the wire: completions and chats have a form each. It turns events into the choice objects of
-stream chunks; an answer in one piece is those pieces merged, so that both ways say the same by construction.
-Pure: no I/O, no clock."""
+"""How the events of a run look on the wire: completions and chats have a form each. It turns events into the
+choice objects of stream chunks; an answer in one piece is those pieces merged, so that both ways say the same
+by construction. Pure: no I/O, no clock."""
 
 from collections.abc import Iterable
 from typing import Any, Protocol

@@ -1,5 +1,6 @@
-"""How the events of a run look on the wire. A form turns events into the choice objects of stream chunks; an answer in one
-piece is those pieces merged, so that both ways say the same by construction. Pure: no I/O, no clock."""
+"""How the events of a run look on the wire. A form turns events into the choice objects of stream chunks; an
+answer in one piece is those pieces merged, so that both ways say the same by construction. Pure: no I/O, no
+clock."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -41,7 +42,11 @@ class CompletionForm:
                 self._tokenizer, event.prompt_logprobs or (), self._prompt_logprobs
             )
         pieces = []
-        if text or (logprobs is not None and logprobs["tokens"]) or (self._return_token_ids and event.token_ids):
+        if (
+            text
+            or (logprobs is not None and logprobs["tokens"])
+            or (self._return_token_ids and event.token_ids)
+        ):
             pieces.append(self._piece(event.index, text, logprobs, event.token_ids, None))
         if event.finish_reason is not None:
             end = None if self._logprobs is None else empty_legacy()
@@ -52,7 +57,12 @@ class CompletionForm:
         return pieces
 
     def _piece(
-        self, index: int, text: str, logprobs: Mapping[str, Any] | None, token_ids: Sequence[int], finish_reason: str | None
+        self,
+        index: int,
+        text: str,
+        logprobs: Mapping[str, Any] | None,
+        token_ids: Sequence[int],
+        finish_reason: str | None,
     ) -> Choice:
         piece: Choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
         if self._return_token_ids:
@@ -63,10 +73,16 @@ class CompletionForm:
         prompt = self._plan.prompts[event.index // self._plan.n]
         lists = empty_legacy()
         if event.is_first:
-            skipped = self._tokenizer.skipped_token_ids if self._plan.skip_special_tokens else frozenset[int]()
-            writer = self._writers[event.index] = LegacyLogprobs(self._tokenizer, self._name, num_top, skipped)
+            skipped = (
+                self._tokenizer.skipped_token_ids if self._plan.skip_special_tokens else frozenset[int]()
+            )
+            writer = self._writers[event.index] = LegacyLogprobs(
+                self._tokenizer, self._name, num_top, skipped
+            )
             if self._echo:
-                lists = writer.prompt(prompt.token_ids, event.prompt_logprobs or (), prompt.text, self._prompts_are_text)
+                lists = writer.prompt(
+                    prompt.token_ids, event.prompt_logprobs or (), prompt.text, self._prompts_are_text
+                )
             else:
                 writer.skip_prompt(prompt.text)
         generated = self._writers[event.index].generated(event.logprobs, self._plan.shows_labels)
@@ -76,10 +92,13 @@ class CompletionForm:
         pieces = list(pieces)
         index = pieces[0]["index"]
         token_ids = [token_id for piece in pieces for token_id in piece.get("token_ids", ())]
-        merged = self._piece(index, "".join(piece["text"] for piece in pieces), None, token_ids, pieces[-1]["finish_reason"])
+        merged = self._piece(
+            index, "".join(piece["text"] for piece in pieces), None, token_ids, pieces[-1]["finish_reason"]
+        )
         if self._logprobs is not None:
             merged["logprobs"] = {
-                name: [item for piece in pieces for item in piece["logprobs"][name]] for name in pieces[0]["logprobs"]
+                name: [item for piece in pieces for item in piece["logprobs"][name]]
+                for name in pieces[0]["logprobs"]
             }
         if self._return_token_ids:
             merged["prompt_token_ids"] = pieces[0]["prompt_token_ids"]

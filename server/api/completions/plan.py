@@ -1,6 +1,7 @@
 """From a checked body to a plan: constraints compiled, prompts encoded, defaults filled in.
 
-Defaults: the request, then the model's generation_config.json, then OpenAI's. Every refusal is an ApiError that names the field.
+Defaults: the request, then the model's generation_config.json, then OpenAI's. Every refusal is an ApiError
+that names the field.
 """
 
 from dataclasses import replace
@@ -61,7 +62,9 @@ async def prepare_completion(
         default_max_tokens=DEFAULT_COMPLETION_TOKENS,
         logprobs=logprobs,
         # One run of the prompt serves both; each form shows as many alternatives as it was asked for.
-        prompt_logprobs=max((count for count in (echoed, body.prompt_logprobs) if count is not None), default=None),
+        prompt_logprobs=max(
+            (count for count in (echoed, body.prompt_logprobs) if count is not None), default=None
+        ),
         logprob_token_ids=body.logprob_token_ids,
         prompt_field="prompt",
         n=num_candidates,

@@ -20,9 +20,15 @@ from server.state import ServerState
 
 
 def _answer(
-    state: ServerState, loaded: LoadedEngine, plan: GenerationPlan, body: CompletionRequest, head: ResponseHead
+    state: ServerState,
+    loaded: LoadedEngine,
+    plan: GenerationPlan,
+    body: CompletionRequest,
+    head: ResponseHead,
 ) -> Answer:
-    return ChoiceAnswer(plan, CompletionForm(loaded.tokenizer, plan, body), head, StreamUsage.of(body.stream_options))
+    return ChoiceAnswer(
+        plan, CompletionForm(loaded.tokenizer, plan, body), head, StreamUsage.of(body.stream_options)
+    )
 
 
 def create_router() -> APIRouter:

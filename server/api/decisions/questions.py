@@ -1,5 +1,6 @@
-"""A typed question as the model sees it, and its answer. The options are listed under labels of one token each; how likely the
-model is to begin its answer with each of the labels, and no other token, is the distribution over the options. Pure: no I/O."""
+"""A typed question as the model sees it, and its answer. The options are listed under labels of one token
+each; how likely the model is to begin its answer with each of the labels, and no other token, is the
+distribution over the options. Pure: no I/O."""
 
 import itertools
 import math
@@ -58,7 +59,9 @@ def asked(question: DecisionQuestion, labels: Labels, param: str) -> AskedQuesti
         given = getattr(question, name)
         if question.type == owner and given is None:
             path = f"{param}.{name}"
-            raise invalid_request(f"Missing required parameter: '{path}'.", param=path, code="missing_required_parameter")
+            raise invalid_request(
+                f"Missing required parameter: '{path}'.", param=path, code="missing_required_parameter"
+            )
         if question.type != owner and given is not None:
             path = f"{param}.{name}"
             message = f"Invalid value for '{path}': only a question of type '{owner}' has it."
@@ -116,7 +119,10 @@ def answer(question: DecisionQuestion, found: Sequence[float]) -> dict[str, Any]
         return {**head, "probability": found[0]}
     if question.type == "choice":
         values = [choice.value for choice in question.choices or ()]
-        listed = [{"value": value, "probability": probability} for value, probability in zip(values, found, strict=True)]
+        listed = [
+            {"value": value, "probability": probability}
+            for value, probability in zip(values, found, strict=True)
+        ]
         return {**head, "choice": values[best], "confidence": found[best], "probabilities": listed}
     levels = [
         {"label": level.label, "value": value, "probability": probability}

@@ -1,5 +1,5 @@
-"""The body of /v1/decisions: some input, as items of /v1/responses, and typed questions about it. What a question is to the model
-is decided in ``decision_questions``."""
+"""The body of /v1/decisions: some input, as items of /v1/responses, and typed questions about it. What a
+question is to the model is decided in ``decision_questions``."""
 
 from typing import Annotated, Any, Literal
 
@@ -25,12 +25,17 @@ Name = Annotated[str, Field(max_length=512), AfterValidator(check_text)]
 
 def _with_json_as_text(parts: list[Any]) -> list[Any]:
     """Parts of JSON become text."""
-    return [_json_text(part) if isinstance(part, dict) and part.get("type") == "input_json" else part for part in parts]
+    return [
+        _json_text(part) if isinstance(part, dict) and part.get("type") == "input_json" else part
+        for part in parts
+    ]
 
 
 def _json_text(part: dict[str, Any]) -> dict[str, Any]:
     data = part.get("data")
-    if not isinstance(data, dict) and not (isinstance(data, list) and all(isinstance(item, dict) for item in data)):
+    if not isinstance(data, dict) and not (
+        isinstance(data, list) and all(isinstance(item, dict) for item in data)
+    ):
         raise wrong_type("expected the 'data' of input_json as an object or a list of objects")
     check_finite({"data": data})
     return {"type": "input_text", "text": encode_json(data).decode()}
@@ -40,7 +45,9 @@ def _check_item(value: object) -> object:
     if not isinstance(value, dict):
         return value
     return {
-        name: _with_json_as_text(content) if name in ("content", "output") and isinstance(content, list) else content
+        name: _with_json_as_text(content)
+        if name in ("content", "output") and isinstance(content, list)
+        else content
         for name, content in value.items()
     }
 
@@ -68,14 +75,25 @@ def _check_instructions(value: object) -> object:
             raise wrong_type("expected parts such as {'type': 'input_text', 'text': '…'}")
         if kind != "input_text" or not isinstance(part.get("text"), str):
             raise PydanticCustomError(
-                "unsupported_value", "parts of type {kind} are not supported: this server takes text", {"kind": repr(kind[:40])}
+                "unsupported_value",
+                "parts of type {kind} are not supported: this server takes text",
+                {"kind": repr(kind[:40])},
             )
         texts.append(part["text"])
     return "\n\n".join(texts)
 
 
-_PART = {"type": "object", "properties": {"type": {"enum": ["input_text", "input_json"]}}, "required": ["type"]}
-_ITEMS = {"type": "array", "items": {"$ref": "#/components/schemas/ResponseItem"}, "minItems": 1, "maxItems": MAX_MESSAGES}
+_PART = {
+    "type": "object",
+    "properties": {"type": {"enum": ["input_text", "input_json"]}},
+    "required": ["type"],
+}
+_ITEMS = {
+    "type": "array",
+    "items": {"$ref": "#/components/schemas/ResponseItem"},
+    "minItems": 1,
+    "maxItems": MAX_MESSAGES,
+}
 Instructions = Annotated[
     str,
     Field(min_length=1, max_length=MAX_INSTRUCTION_CHARACTERS),
@@ -100,7 +118,9 @@ def _check_value(value: object) -> object:
         raise wrong_type("expected a text or a boolean")
     if len(value) > MAX_OPTION_CHARACTERS:
         limits = {"limit": MAX_OPTION_CHARACTERS, "count": len(value)}
-        raise PydanticCustomError("string_above_max_length", "expected at most {limit} characters, got {count}", limits)
+        raise PydanticCustomError(
+            "string_above_max_length", "expected at most {limit} characters, got {count}", limits
+        )
     return check_text(value)
 
 
@@ -127,21 +147,29 @@ def _check_choices(value: list[DecisionChoice]) -> list[DecisionChoice]:
 def _kind(kind: str, owns: str | None = None) -> dict[str, Any]:
     """What a type of question must have, and what it can't have."""
     options = {name: {"type": "array" if name == owns else "null"} for name in ("choices", "levels")}
-    return {"properties": {"type": {"const": kind}, **options}, "required": ["type", *([owns] if owns else [])]}
+    return {
+        "properties": {"type": {"const": kind}, **options},
+        "required": ["type", *([owns] if owns else [])],
+    }
 
 
 class DecisionQuestion(WireModel):
     """``choices`` belong to a choice, ``levels`` to a score; a predicate has neither."""
 
     model_config = ConfigDict(
-        json_schema_extra={"anyOf": [_kind("predicate"), _kind("choice", "choices"), _kind("score", "levels")]}
+        json_schema_extra={
+            "anyOf": [_kind("predicate"), _kind("choice", "choices"), _kind("score", "levels")]
+        }
     )
 
     type: Literal["predicate", "choice", "score"]
     instructions: Instructions
     name: Name | None = Field(None, description="Repeated in the answer.")
     choices: (
-        Annotated[list[DecisionChoice], Field(min_length=2, max_length=MAX_OPTIONS), AfterValidator(_check_choices)] | None
+        Annotated[
+            list[DecisionChoice], Field(min_length=2, max_length=MAX_OPTIONS), AfterValidator(_check_choices)
+        ]
+        | None
     ) = None
     levels: Annotated[list[DecisionLevel], Field(min_length=2, max_length=MAX_LEVELS)] | None = Field(
         None, description="From the lowest to the highest."
@@ -163,7 +191,8 @@ class DecisionRequest(GenerationBody):
 
 
 def num_characters(items: list[ResponseItem]) -> int:
-    """Of what becomes the input of every question. Items and parts count as some too: without any text they are work as well."""
+    """Of what becomes the input of every question. Items and parts count as some too: without any text they
+    are work as well."""
     parts = [part for item in items for part in (*(item.content or ()), *(item.output or ()))]
     texts = [text for part in parts for text in (part.text, part.refusal)]
     texts += [text for item in items for text in (item.name, item.arguments)]

@@ -1,5 +1,6 @@
-"""POST /v1/decisions: typed questions about one input. Every question is a prompt of its own with one token as its answer, so
-that it is admitted, queued, batched and given up like any other; what they share is computed once by way of the prefix cache."""
+"""POST /v1/decisions: typed questions about one input. Every question is a prompt of its own with one token
+as its answer, so that it is admitted, queued, batched and given up like any other; what they share is
+computed once by way of the prefix cache."""
 
 from functools import partial
 
@@ -48,7 +49,9 @@ async def prepare_decisions(
     for index, question in enumerate(questions):
         # The question ends the last turn of the input, or is the turn behind it.
         turns = [*messages, ChatMessage("user", question.text)]
-        token_ids = await _encode(state, loaded, Conversation(turns, [*names, names[-1]]), f"questions[{index}]")
+        token_ids = await _encode(
+            state, loaded, Conversation(turns, [*names, names[-1]]), f"questions[{index}]"
+        )
         prompts.append(PromptPlan(token_ids, _sampling(question), ""))
     return GenerationPlan(response_id, tuple(prompts), n=1, stop=(), priority=priority)
 
@@ -62,7 +65,9 @@ def _sampling(question: AskedQuestion) -> SamplingParams:
     return SamplingParams(max_tokens=1, temperature=0.0, logprobs=0, logprob_token_ids=question.labels)
 
 
-async def _encode(state: ServerState, loaded: LoadedEngine, conversation: Conversation, param: str) -> list[int]:
+async def _encode(
+    state: ServerState, loaded: LoadedEngine, conversation: Conversation, param: str
+) -> list[int]:
     limit = loaded.engine.limits.max_model_len
     too_long = partial(context_length_exceeded, limit, num_completion_tokens=1, param=param)
     try:
@@ -101,7 +106,9 @@ class _DecisionsEndpoint(GenerationEndpoint[DecisionRequest]):
             for token in event.logprobs:
                 found[event.index] = probabilities([logprob for _, logprob in token.top])
         given = [answer(question, found[index]) for index, question in enumerate(body.questions)]
-        return JsonResponse({"model": head.model, "answers": given, "usage": wire_usage(run.usage)}, headers=headers)
+        return JsonResponse(
+            {"model": head.model, "answers": given, "usage": wire_usage(run.usage)}, headers=headers
+        )
 
 
 def create_router() -> APIRouter:

@@ -1,7 +1,8 @@
-"""POST /v1/embeddings: the mean of the final hidden states of each input, over all of its tokens, scaled to length 1.
+"""POST /v1/embeddings: the mean of the final hidden states of each input, over all of its tokens, scaled to
+length 1.
 
-An input is a request in the engine like any other, with a prompt and no answer: it is admitted, queued, chunked, preempted and
-given up by the same rules, and runs in the same steps as what generates.
+An input is a request in the engine like any other, with a prompt and no answer: it is admitted, queued,
+chunked, preempted and given up by the same rules, and runs in the same steps as what generates.
 """
 
 import base64
@@ -44,10 +45,13 @@ class EmbeddingRequest(GenerationBody):
     input: Annotated[Any, BeforeValidator(_check_input), prompt_schema(MAX_INPUTS, min_length=1)] = Field(
         description="Text gets one beginning-of-sequence token; token ids are used as they are."
     )
-    encoding_format: Literal["float", "base64"] | None = Field(None, description="base64: of float32, little-endian.")
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="base64: of float32, little-endian."
+    )
     dimensions: int | None = Field(None, description="Only the model's own.")
     truncate_prompt_tokens: Truncation | None = Field(
-        None, description="Keep this many tokens at an input's end (-1: what fits), and a beginning-of-sequence token in front."
+        None,
+        description="Keep this many tokens at an input's end (-1: what fits), and a beginning-of-sequence token in front.",
     )
     user: Annotated[str, Field(max_length=512)] | None = None
 
@@ -68,11 +72,20 @@ async def prepare_embeddings(
     for index, text in enumerate(inputs):
         if text == "":
             param = f"input[{index}]" if isinstance(body.input, list) else "input"
-            raise invalid_request(f"Invalid value for '{param}': the text is empty.", param=param, code="empty_string")
+            raise invalid_request(
+                f"Invalid value for '{param}': the text is empty.", param=param, code="empty_string"
+            )
     max_model_len, limit = loaded.engine.limits.max_model_len, body.truncate_prompt_tokens
     limit = max_model_len if limit == -1 else limit
     ticket.admit(len(inputs), _least_num_tokens(loaded, inputs, limit))
-    encode = partial(encode_prompt, loaded.tokenizer, limit=limit, wants_text=False, skip_special_tokens=True, param="input")
+    encode = partial(
+        encode_prompt,
+        loaded.tokenizer,
+        limit=limit,
+        wants_text=False,
+        skip_special_tokens=True,
+        param="input",
+    )
     encoded = await in_thread(state, lambda: [encode(prompt).token_ids for prompt in inputs])
     longest = max(map(len, encoded))
     if longest > max_model_len:
@@ -83,12 +96,15 @@ async def prepare_embeddings(
 
 
 def _least_num_tokens(loaded: LoadedEngine, inputs: Any, limit: int | None) -> int:
-    """A lower bound of the tokens of all inputs, before anything is encoded. Raises ApiError when a text cannot fit."""
+    """A lower bound of the tokens of all inputs, before anything is encoded. Raises ApiError when a text
+    cannot fit."""
     total = 0
     for item in inputs:
         least = loaded.tokenizer.least_num_tokens(item) if isinstance(item, str) else len(item)
         if limit is None and least > loaded.engine.limits.max_model_len:
-            raise context_length_exceeded(loaded.engine.limits.max_model_len, least, 0, "input", is_bound=isinstance(item, str))
+            raise context_length_exceeded(
+                loaded.engine.limits.max_model_len, least, 0, "input", is_bound=isinstance(item, str)
+            )
         total += least if limit is None else min(least, limit)
     return total
 
@@ -132,7 +148,9 @@ class _EmbeddingsEndpoint(GenerationEndpoint[EmbeddingRequest]):
             rest = encode_json({"object": "list", "model": head.model, "usage": used})
             return rest[:-1] + b',"data":[' + items + b"]}"
 
-        return Response(await in_thread(state, written), headers={"content-type": "application/json", **headers})
+        return Response(
+            await in_thread(state, written), headers={"content-type": "application/json", **headers}
+        )
 
 
 def create_router() -> APIRouter:

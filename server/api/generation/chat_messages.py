@@ -47,7 +47,9 @@ _TEXT_PART_SCHEMA = {
 Content = Annotated[
     list[TextPart],
     BeforeValidator(_check_content),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART_SCHEMA, "minItems": 1}]}),
+    WithJsonSchema(
+        {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART_SCHEMA, "minItems": 1}]}
+    ),
 ]
 
 
@@ -65,7 +67,9 @@ class MessageCall(WireModel):
 class Message(WireModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = Field(None, description="May be missing where an assistant called functions.")
-    name: Annotated[str, Field(max_length=512)] | None = Field(None, description="Accepted; the model has no place for it.")
+    name: Annotated[str, Field(max_length=512)] | None = Field(
+        None, description="Accepted; the model has no place for it."
+    )
     tool_calls: Annotated[list[MessageCall], Field(max_length=MAX_MESSAGES)] | None = Field(
         None, description="Of an assistant: the functions that it called."
     )

@@ -1,4 +1,5 @@
-"""What every endpoint that generates does with a request: read, check, plan, run, answer. Only plan and answer differ."""
+"""What every endpoint that generates does with a request: read, check, plan, run, answer. Only plan and
+answer differ."""
 
 import time
 import uuid
@@ -12,7 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.admission import BodyTicket, Ticket
-from server.api.generation.event_stream import KEEP_ALIVE_SECONDS, Answer, EventStreamResponse, collected_response
+from server.api.generation.event_stream import (
+    KEEP_ALIVE_SECONDS,
+    Answer,
+    EventStreamResponse,
+    collected_response,
+)
 from server.api.generation.plan import GenerationPlan
 from server.api.generation.request import GenerationBody
 from server.api.generation.run import ChoiceEvent, GenerationRun
@@ -51,7 +57,8 @@ class GenerationEndpoint(ABC, Generic[Body]):
         loaded: LoadedEngine,
         headers: dict[str, str],
     ) -> Response:
-        """The answer in one piece, when the run is over; or a stream that has begun, which closes the run at its end."""
+        """The answer in one piece, when the run is over; or a stream that has begun, which closes the run at
+        its end."""
 
     async def handle(self, request: Request) -> Response:
         state = state_of(request)
@@ -59,7 +66,9 @@ class GenerationEndpoint(ABC, Generic[Body]):
         request_id = request_id_of(request)
         request_id.adopt(response_id)
         carrier = {name: request.headers[name] for name in PROPAGATION_HEADERS if name in request.headers}
-        record = RequestRecord(state.metrics, self._name, response_id, request_id.value, state.tracer, carrier)
+        record = RequestRecord(
+            state.metrics, self._name, response_id, request_id.value, state.tracer, carrier
+        )
         async with _counted(record, state) as held:
             loaded = state.require_loaded()
             arrival, timeout = time.monotonic(), header_timeout(request.headers)
@@ -72,17 +81,27 @@ class GenerationEndpoint(ABC, Generic[Body]):
             try:
                 plan = await self._plan(state, loaded, body, response_id, ticket, deadline)
                 ticket.start(plan.num_sequences, plan.num_prompt_tokens)
-                record.observe_plan(plan.num_prompt_tokens, max(prompt.sampling.max_tokens for prompt in plan.prompts))
+                record.observe_plan(
+                    plan.num_prompt_tokens, max(prompt.sampling.max_tokens for prompt in plan.prompts)
+                )
                 model = body.model or loaded.model_names[0]
                 if record.is_traced:
                     record.add_attributes(trace_attributes(request, plan, getattr(body, "seed", None), model))
                 head = ResponseHead(response_id, int(time.time()), model, state.system_fingerprint)
                 headers = parsed.headers()
                 until = deadline.queue_deadline(
-                    stream=record.stream, num_sequences=plan.num_sequences, keep_alive_seconds=KEEP_ALIVE_SECONDS
+                    stream=record.stream,
+                    num_sequences=plan.num_sequences,
+                    keep_alive_seconds=KEEP_ALIVE_SECONDS,
                 )
                 run = GenerationRun(
-                    loaded.engine, loaded.tokenizer, plan, record, ticket, deadline=deadline.at, queue_deadline=until
+                    loaded.engine,
+                    loaded.tokenizer,
+                    plan,
+                    record,
+                    ticket,
+                    deadline=deadline.at,
+                    queue_deadline=until,
                 )
             except BaseException:
                 ticket.close()
@@ -101,7 +120,13 @@ class GenerationEndpoint(ABC, Generic[Body]):
             return response
 
     async def _plan(
-        self, state: ServerState, loaded: LoadedEngine, body: Body, response_id: str, ticket: Ticket, deadline: Deadline
+        self,
+        state: ServerState,
+        loaded: LoadedEngine,
+        body: Body,
+        response_id: str,
+        ticket: Ticket,
+        deadline: Deadline,
     ) -> GenerationPlan:
         """Checks and encodes. What waits for its turn to be encoded is given up at the deadline."""
         try:
@@ -115,7 +140,12 @@ class AnsweringEndpoint(GenerationEndpoint[Body]):
     """What tells one endpoint that generates from the others."""
 
     def __init__(
-        self, name: str, id_prefix: str, body: type[Body], prepare: Prepare[Body], make_answer: MakeAnswer[Body]
+        self,
+        name: str,
+        id_prefix: str,
+        body: type[Body],
+        prepare: Prepare[Body],
+        make_answer: MakeAnswer[Body],
     ) -> None:
         super().__init__(name, id_prefix, body, prepare)
         self._make_answer = make_answer
@@ -130,11 +160,16 @@ class AnsweringEndpoint(GenerationEndpoint[Body]):
         headers: dict[str, str],
     ) -> Response:
         answer = self._make_answer(state, loaded, run.plan, body, head)
-        return await (_stream(run, answer, state, headers) if body.stream else collected_response(run, answer, headers))
+        return await (
+            _stream(run, answer, state, headers) if body.stream else collected_response(run, answer, headers)
+        )
 
 
-async def _stream(run: GenerationRun, answer: Answer, state: ServerState, headers: dict[str, str]) -> Response:
-    """Waits for the first token, so that what fails before it is an HTTP error; after a while the stream begins without one."""
+async def _stream(
+    run: GenerationRun, answer: Answer, state: ServerState, headers: dict[str, str]
+) -> Response:
+    """Waits for the first token, so that what fails before it is an HTTP error; after a while the stream
+    begins without one."""
     first: ChoiceEvent | None
     try:
         first = await run.next_event(KEEP_ALIVE_SECONDS)
@@ -148,7 +183,8 @@ async def _stream(run: GenerationRun, answer: Answer, state: ServerState, header
 
 @asynccontextmanager
 async def _counted(record: RequestRecord, state: ServerState) -> AsyncIterator[BodyTicket]:
-    """Every request is counted once: by its outcome, or as rejected by its reason; and its body while it is read and used."""
+    """Every request is counted once: by its outcome, or as rejected by its reason; and its body while it is
+    read and used."""
     try:
         with state.admission.body() as held:
             yield held

@@ -1,4 +1,5 @@
-"""Sends what a run yields: collected into one JSON answer, or as server-sent events. Either way the run is closed at the end."""
+"""Sends what a run yields: collected into one JSON answer, or as server-sent events. Either way the run is
+closed at the end."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -23,8 +24,8 @@ STREAM_HEADERS = {
 
 
 class Answer(Protocol):
-    """What an endpoint says of a run: ``chunks`` of a stream until its ``end`` or ``failure``, or one ``collected`` body.
-    ``usage`` is that of the run so far."""
+    """What an endpoint says of a run: ``chunks`` of a stream until its ``end`` or ``failure``, or one
+    ``collected`` body. ``usage`` is that of the run so far."""
 
     def chunks(self, event: ChoiceEvent, usage: Usage) -> bytes: ...
 
@@ -44,7 +45,8 @@ async def collected_response(run: GenerationRun, answer: Answer, headers: Mappin
 
 
 class EventStreamResponse(Response):
-    """Sends the events of a run that has begun. ``first`` is its first event, None when there was none yet."""
+    """Sends the events of a run that has begun. ``first`` is its first event, None when there was none
+    yet."""
 
     def __init__(
         self,

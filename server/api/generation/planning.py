@@ -1,5 +1,5 @@
-"""From encoded prompts to a plan, the same for all endpoints: ids and lengths are checked against the model. Every refusal is an
-ApiError that names the field."""
+"""From encoded prompts to a plan, the same for all endpoints: ids and lengths are checked against the model.
+Every refusal is an ApiError that names the field."""
 
 import secrets
 from collections.abc import Sequence
@@ -48,7 +48,9 @@ def check_choices(loaded: LoadedEngine, body: ChoicesRequest, *, has_logprobs: b
     """What completions and chats check besides."""
     check_stream_options(body.stream_options, body.stream)
     if body.prompt_logprobs is not None and body.stream:
-        message = "Invalid value for 'prompt_logprobs': they are not sent with 'stream'; leave one of them out."
+        message = (
+            "Invalid value for 'prompt_logprobs': they are not sent with 'stream'; leave one of them out."
+        )
         raise invalid_request(message, param="prompt_logprobs", code="invalid_value")
     check_token_ids(loaded.tokenizer, body.logprob_token_ids or (), "logprob_token_ids")
     if body.logprob_token_ids and not has_logprobs:
@@ -64,31 +66,37 @@ def check_stream_options(options: WireModel | None, stream: bool | None) -> None
 
 def check_num_sequences(num_prompts: int, n: int, param: str, count_param: str) -> None:
     if num_prompts * n > MAX_SEQUENCES:
-        message = (
-            f"Invalid value for '{count_param}': {num_prompts} prompts x {n} choices are more than the limit of {MAX_SEQUENCES}."
-        )
+        message = f"Invalid value for '{count_param}': {num_prompts} prompts x {n} choices are more than the limit of {MAX_SEQUENCES}."
         raise invalid_request(message, param=count_param if n > 1 else param, code="integer_above_max_value")
 
 
-def least_num_tokens(loaded: LoadedEngine, prompts: Sequence[str | list[int]], limit: int | None, max_tokens: int | None) -> int:
-    """A lower bound of the tokens of all prompts, before anything is encoded. ``limit``: see ``truncated``. Raises ApiError when
-    a text cannot fit."""
+def least_num_tokens(
+    loaded: LoadedEngine, prompts: Sequence[str | list[int]], limit: int | None, max_tokens: int | None
+) -> int:
+    """A lower bound of the tokens of all prompts, before anything is encoded. ``limit``: see ``truncated``.
+    Raises ApiError when a text cannot fit."""
     total = 0
     for prompt in prompts:
         least = loaded.tokenizer.least_num_tokens(prompt) if isinstance(prompt, str) else len(prompt)
         if limit is not None:
             least = min(least, limit)
         elif isinstance(prompt, str) and least > loaded.engine.limits.max_model_len:
-            raise hopeless(loaded, least, DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens, "prompt")
+            raise hopeless(
+                loaded, least, DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens, "prompt"
+            )
         total += least
     return total
 
 
 def hopeless(loaded: LoadedEngine, least: int, max_tokens: int, param: str) -> ApiError:
-    return context_length_exceeded(loaded.engine.limits.max_model_len, least, max_tokens, param, is_bound=True)
+    return context_length_exceeded(
+        loaded.engine.limits.max_model_len, least, max_tokens, param, is_bound=True
+    )
 
 
-def truncation(loaded: LoadedEngine, body: GenerationRequest, max_tokens: int | None, default_max_tokens: int) -> int | None:
+def truncation(
+    loaded: LoadedEngine, body: GenerationRequest, max_tokens: int | None, default_max_tokens: int
+) -> int | None:
     """The most tokens a prompt keeps; None when nothing is to be cut. -1 leaves room for max_tokens."""
     asked = body.truncate_prompt_tokens
     if asked != -1:
@@ -117,7 +125,9 @@ def make_plan(
     """``default_max_tokens`` None: what the context leaves room for."""
     min_tokens = body.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
-        message = f"Invalid value for 'min_tokens': expected at most max_tokens = {max_tokens}, got {min_tokens}."
+        message = (
+            f"Invalid value for 'min_tokens': expected at most max_tokens = {max_tokens}, got {min_tokens}."
+        )
         raise invalid_request(message, param="min_tokens", code="integer_above_max_value")
     # One draw for the whole request: choices differ by their number, not by their seed.
     seed = secrets.randbits(63) if body.seed is None else body.seed
@@ -132,7 +142,9 @@ def make_plan(
             strict=state.settings.strict_context,
         )
         least = min(min_tokens, limit)
-        sampling = sampling_params(state, loaded, body, limit, least, seed, logprobs, prompt_logprobs, logprob_token_ids)
+        sampling = sampling_params(
+            state, loaded, body, limit, least, seed, logprobs, prompt_logprobs, logprob_token_ids
+        )
         plans.append(PromptPlan(prompt.token_ids, sampling, prompt.text))
     return GenerationPlan(
         response_id,
@@ -149,14 +161,23 @@ def make_plan(
 
 
 def _fitting_max_tokens(
-    max_model_len: int, num_prompt_tokens: int, asked: int | None, default: int | None, prompt_field: str, *, strict: bool
+    max_model_len: int,
+    num_prompt_tokens: int,
+    asked: int | None,
+    default: int | None,
+    prompt_field: str,
+    *,
+    strict: bool,
 ) -> int:
-    """max_tokens, lowered to the room that the prompt leaves. A prompt is never cut: one that leaves no room is an error."""
+    """max_tokens, lowered to the room that the prompt leaves. A prompt is never cut: one that leaves no room
+    is an error."""
     room = max_model_len - num_prompt_tokens
     wanted = default if asked is None else asked
     needed = 0 if wanted == 0 else 1
     if room < needed or (strict and asked is not None and asked > room):
-        raise context_length_exceeded(max_model_len, num_prompt_tokens, needed if wanted is None else wanted, prompt_field)
+        raise context_length_exceeded(
+            max_model_len, num_prompt_tokens, needed if wanted is None else wanted, prompt_field
+        )
     return room if wanted is None else min(wanted, room)
 
 
@@ -182,5 +203,7 @@ async def encode_conversation(
             max_tokens=loaded.engine.limits.max_model_len if limit is None else None,
         )
     except PromptTooLongError as error:
-        raise hopeless(loaded, error.num_tokens, 1 if max_tokens is None else max_tokens, prompt_field) from None
+        raise hopeless(
+            loaded, error.num_tokens, 1 if max_tokens is None else max_tokens, prompt_field
+        ) from None
     return EncodedPrompt(truncated(token_ids, limit, loaded.tokenizer.bos_token_id), "")

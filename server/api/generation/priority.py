@@ -5,8 +5,8 @@ from server.settings.settings import Settings
 
 
 def checked_priority(settings: Settings, priority: int | None) -> int:
-    """Lower is earlier, 0 the default. Raises ApiError where the server takes requests as they come: a client that relies on
-    another order has to know."""
+    """Lower is earlier, 0 the default. Raises ApiError where the server takes requests as they come: a client
+    that relies on another order has to know."""
     if priority and settings.scheduling_policy != "priority":
         message = (
             f"Invalid value for 'priority': this server starts requests in the order in which they come, got {priority}. "

@@ -1,5 +1,6 @@
-"""Prompts of a request to token ids: text, ids and chats, encoded outside the event loop, and cut where the request asks for it.
-Every refusal is an ApiError that names the field. Nothing here knows how tokens are drawn."""
+"""Prompts of a request to token ids: text, ids and chats, encoded outside the event loop, and cut where the
+request asks for it. Every refusal is an ApiError that names the field. Nothing here knows how tokens are
+drawn."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ class EncodedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The messages of a chat, the request fields that they came from, and the functions that the model is told of."""
+    """The messages of a chat, the request fields that they came from, and the functions that the model is
+    told of."""
 
     messages: Sequence[ChatMessage]
     names: Sequence[str]
@@ -65,11 +67,14 @@ def encode_prompt(
         return EncodedPrompt(kept, tokenizer.decode(shown, skip_special_tokens=False) if wants_text else "")
     check_token_ids(tokenizer, prompt, param)
     kept = truncated(prompt, limit, tokenizer.bos_token_id)
-    return EncodedPrompt(kept, tokenizer.decode(kept, skip_special_tokens=skip_special_tokens) if wants_text else "")
+    return EncodedPrompt(
+        kept, tokenizer.decode(kept, skip_special_tokens=skip_special_tokens) if wants_text else ""
+    )
 
 
 def truncated(token_ids: list[int], limit: int | None, bos_token_id: int) -> list[int]:
-    """At most ``limit`` tokens: the last ones. A BOS in front stays there, for the model is lost without one."""
+    """At most ``limit`` tokens: the last ones. A BOS in front stays there, for the model is lost without
+    one."""
     if limit is None or len(token_ids) <= limit:
         return token_ids
     if token_ids[0] == bos_token_id and limit > 1:
@@ -86,8 +91,8 @@ async def encode_chat(
     continue_final_message: bool | None,
     max_tokens: int | None = None,
 ) -> list[int]:
-    """The rendered chat. It ends with the generation prompt, unless the last message is to be continued. Raises
-    PromptTooLongError for what is certain to have more than ``max_tokens`` before it is encoded."""
+    """The rendered chat. It ends with the generation prompt, unless the last message is to be continued.
+    Raises PromptTooLongError for what is certain to have more than ``max_tokens`` before it is encoded."""
     if continue_final_message:
         if add_generation_prompt:
             message = "Invalid value for 'add_generation_prompt': with 'continue_final_message' it must be false or left out."
@@ -100,7 +105,9 @@ async def encode_chat(
 
     def encode() -> list[int]:
         instructions = functions_text(conversation.functions) if conversation.functions else ""
-        merged = merge_messages(conversation.messages, strict, names=conversation.names, instructions=instructions)
+        merged = merge_messages(
+            conversation.messages, strict, names=conversation.names, instructions=instructions
+        )
         return tokenizer.encode_chat(merged, opens_turn, bool(continue_final_message), max_tokens=max_tokens)
 
     try:
@@ -111,7 +118,12 @@ async def encode_chat(
 
 def chat_functions(tools: Sequence[Tool] | None) -> list[Function]:
     return [
-        Function(tool.function.name, tool.function.description, tool.function.parameters, f"tools[{index}].function.parameters")
+        Function(
+            tool.function.name,
+            tool.function.description,
+            tool.function.parameters,
+            f"tools[{index}].function.parameters",
+        )
         for index, tool in enumerate(tools or ())
     ]
 
@@ -119,9 +131,14 @@ def chat_functions(tools: Sequence[Tool] | None) -> list[Function]:
 def chat_conversation(
     messages: Sequence[Message], functions: Sequence[Function] = (), names: Sequence[str] | None = None
 ) -> Conversation:
-    """Messages as clients of chat completions send them. Raises ApiError for fields that do not go with the role."""
+    """Messages as clients of chat completions send them. Raises ApiError for fields that do not go with the
+    role."""
     names = [f"messages[{index}]" for index in range(len(messages))] if names is None else names
-    return Conversation([_chat_message(message, name) for message, name in zip(messages, names, strict=True)], names, functions)
+    return Conversation(
+        [_chat_message(message, name) for message, name in zip(messages, names, strict=True)],
+        names,
+        functions,
+    )
 
 
 def _chat_message(message: Message, name: str) -> ChatMessage:
@@ -129,7 +146,9 @@ def _chat_message(message: Message, name: str) -> ChatMessage:
         raise _misplaced(f"{name}.tool_calls", "an assistant")
     if message.role == "tool" and message.tool_call_id is None:
         param = f"{name}.tool_call_id"
-        raise invalid_request(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+        raise invalid_request(
+            f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
+        )
     if message.tool_call_id is not None and message.role != "tool":
         raise _misplaced(f"{name}.tool_call_id", "role 'tool'")
     if message.content is None and not message.tool_calls:
@@ -137,12 +156,19 @@ def _chat_message(message: Message, name: str) -> ChatMessage:
         text = f"Invalid value for '{param}': a message of role '{message.role}' needs text."
         raise invalid_request(text, param=param, code="invalid_type")
     parts = tuple(part.text for part in message.content or ())
-    calls = tuple(FunctionCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ())
-    return ChatMessage(message.role, "".join(parts) if len(parts) <= 1 else parts, calls, message.tool_call_id)
+    calls = tuple(
+        FunctionCall(call.id, call.function.name, call.function.arguments)
+        for call in message.tool_calls or ()
+    )
+    return ChatMessage(
+        message.role, "".join(parts) if len(parts) <= 1 else parts, calls, message.tool_call_id
+    )
 
 
 def _misplaced(param: str, owner: str) -> ApiError:
-    return invalid_request(f"Invalid value for '{param}': only a message of {owner} has it.", param=param, code="invalid_value")
+    return invalid_request(
+        f"Invalid value for '{param}': only a message of {owner} has it.", param=param, code="invalid_value"
+    )
 
 
 def check_token_ids(tokenizer: Tokenizer, token_ids: Sequence[int], param: str) -> None:

@@ -8,7 +8,13 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from server.api.generation.structured_schemas import ChoiceList, Pattern, ResponseFormat, SchemaField, StructuredOutputs
+from server.api.generation.structured_schemas import (
+    ChoiceList,
+    Pattern,
+    ResponseFormat,
+    SchemaField,
+    StructuredOutputs,
+)
 from server.api.generation.wire_values import JsonObject, WireModel, check_text, wrong_type
 from server.http.deadline import MAX_TIMEOUT_SECONDS, MIN_TIMEOUT_SECONDS
 
@@ -26,8 +32,9 @@ MAX_PROMPTS = 1024
 
 
 def check_prompts(value: object, limit: int) -> object:
-    """Sniffs nothing: the first element decides the form, and every other one must have it. Ids are checked against the
-    vocabulary later. A plain union of lists would take [true, 2.0, "5"] for ids and report every element of a long list."""
+    """Sniffs nothing: the first element decides the form, and every other one must have it. Ids are checked
+    against the vocabulary later. A plain union of lists would take [true, 2.0, "5"] for ids and report every
+    element of a long list."""
     expected = "expected a string, a list of strings, a list of token ids, or a list of lists of token ids"
     if isinstance(value, str):
         return check_text(value)
@@ -45,7 +52,9 @@ def check_prompts(value: object, limit: int) -> object:
         if not all(isinstance(item, list) for item in value):
             raise wrong_type(expected + "; the list mixes them")
         if not all(value):
-            raise PydanticCustomError("empty_array", "expected at least one token id in each prompt, got an empty list")
+            raise PydanticCustomError(
+                "empty_array", "expected at least one token id in each prompt, got an empty list"
+            )
         if not all(type(token) is int for item in value for token in item):
             raise wrong_type(expected + "; token ids are integers")
     elif not all(type(token) is int for token in value):
@@ -77,7 +86,9 @@ def _check_logit_bias(value: dict[str, float]) -> dict[str, float]:
         )
     for key in value:
         if not (key.isascii() and key.isdecimal() and (key == "0" or key[0] != "0") and len(key) <= 9):
-            raise PydanticCustomError("invalid_value", "expected token ids as keys, got {key}", {"key": repr(key[:20])})
+            raise PydanticCustomError(
+                "invalid_value", "expected token ids as keys, got {key}", {"key": repr(key[:20])}
+            )
     return value
 
 
@@ -93,8 +104,13 @@ _STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTE
 StopList = Annotated[
     list[StopString],
     BeforeValidator(_listed),
-    Field(max_length=MAX_STOP_STRINGS, description=f"A string, or up to {MAX_STOP_STRINGS} strings, that end the text."),
-    WithJsonSchema({"anyOf": [_STOP_SCHEMA, {"type": "array", "items": _STOP_SCHEMA, "maxItems": MAX_STOP_STRINGS}]}),
+    Field(
+        max_length=MAX_STOP_STRINGS,
+        description=f"A string, or up to {MAX_STOP_STRINGS} strings, that end the text.",
+    ),
+    WithJsonSchema(
+        {"anyOf": [_STOP_SCHEMA, {"type": "array", "items": _STOP_SCHEMA, "maxItems": MAX_STOP_STRINGS}]}
+    ),
 ]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenCount = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -131,8 +147,12 @@ PromptField = Annotated[Any, BeforeValidator(_check_prompt), prompt_schema(MAX_P
 
 
 class StreamOptions(WireModel):
-    include_usage: bool | None = Field(None, description="Send one more chunk with the usage of the whole request.")
-    continuous_usage_stats: bool | None = Field(None, description="With include_usage: the usage so far on every chunk.")
+    include_usage: bool | None = Field(
+        None, description="Send one more chunk with the usage of the whole request."
+    )
+    continuous_usage_stats: bool | None = Field(
+        None, description="With include_usage: the usage so far on every chunk."
+    )
     include_obfuscation: bool | None = Field(None, description="Accepted; nothing is padded.")
 
 
@@ -142,7 +162,8 @@ class GenerationBody(WireModel):
     model: str | None = Field(None, max_length=512, description="A served name; the first one when absent.")
     stream: bool | None = None
     timeout: Annotated[float, Field(ge=MIN_TIMEOUT_SECONDS, le=MAX_TIMEOUT_SECONDS)] | None = Field(
-        None, description="Seconds within which the whole answer must be there; also the header X-Request-Timeout."
+        None,
+        description="Seconds within which the whole answer must be there; also the header X-Request-Timeout.",
     )
     priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = Field(
         None, description="Lower is earlier; anything but 0 needs --scheduling-policy priority."
@@ -150,14 +171,17 @@ class GenerationBody(WireModel):
 
 
 class GenerationRequest(GenerationBody):
-    """What the endpoints of OpenAI's forms share. Fields without meaning here are accepted and named in a response header."""
+    """What the endpoints of OpenAI's forms share. Fields without meaning here are accepted and named in a
+    response header."""
 
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = Field(None, description="0 or -1: off.")
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     seed: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
-    min_tokens: TokenCount | None = Field(None, description="End tokens and stop strings wait for this many tokens.")
+    min_tokens: TokenCount | None = Field(
+        None, description="End tokens and stop strings wait for this many tokens."
+    )
     stop: StopList | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
@@ -167,21 +191,26 @@ class GenerationRequest(GenerationBody):
         None, description="On tokens of the prompt and generated ones; 1: off."
     )
     logit_bias: LogitBias | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = Field(
-        None, description="Nothing else is drawn, end tokens included."
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None
+    ) = Field(None, description="Nothing else is drawn, end tokens included.")
+    include_stop_str_in_output: bool | None = Field(
+        None, description="The text ends with the stop string or stop token."
     )
-    include_stop_str_in_output: bool | None = Field(None, description="The text ends with the stop string or stop token.")
-    skip_special_tokens: bool | None = Field(None, description="False: control tokens are shown as their literals. Default true.")
+    skip_special_tokens: bool | None = Field(
+        None, description="False: control tokens are shown as their literals. Default true."
+    )
     truncate_prompt_tokens: Truncation | None = Field(
-        None, description="Keep this many tokens at the prompt's end (-1: what fits), and a beginning-of-sequence token in front."
+        None,
+        description="Keep this many tokens at the prompt's end (-1: what fits), and a beginning-of-sequence token in front.",
     )
     structured_outputs: StructuredOutputs | None = None
     guided_json: SchemaField | None = None
     guided_regex: Pattern | None = None
     guided_choice: ChoiceList | None = None
     guided_grammar: Pattern | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256), AfterValidator(check_text)] | None = Field(
-        None, description="Cached prefixes are shared between requests of the same salt only."
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256), AfterValidator(check_text)] | None = (
+        Field(None, description="Cached prefixes are shared between requests of the same salt only.")
     )
     user: Annotated[str, Field(max_length=512)] | None = None
     # Known to OpenAI's API and without meaning here.
@@ -201,14 +230,22 @@ class ChoicesRequest(GenerationRequest):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LOGPROB_TOKEN_IDS)] | None = Field(
-        None, description="With logprobs: the alternatives reported at each generated position, instead of the likeliest."
+        None,
+        description="With logprobs: the alternatives reported at each generated position, instead of the likeliest.",
     )
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
-        None, description="Log-probabilities of the prompt's tokens, with so many alternatives. Not with stream."
+        None,
+        description="Log-probabilities of the prompt's tokens, with so many alternatives. Not with stream.",
     )
-    return_token_ids: bool | None = Field(None, description="Adds prompt_token_ids and token_ids to the answer.")
-    return_tokens_as_token_ids: bool | None = Field(None, description="Tokens of logprobs are called token_id:N.")
-    return_timings: bool | None = Field(None, description="Adds timings to the answer, or to the last chunk of its choices.")
+    return_token_ids: bool | None = Field(
+        None, description="Adds prompt_token_ids and token_ids to the answer."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Tokens of logprobs are called token_id:N."
+    )
+    return_timings: bool | None = Field(
+        None, description="Adds timings to the answer, or to the last chunk of its choices."
+    )
 
 
 # Accepted without effect: the answer names them in the header x-gemserve-ignored-parameters.

@@ -1,7 +1,8 @@
 """From a plan (prompts x choices) to one stream of events, the same for all endpoints, streamed or not.
 
-Every choice runs as a request of its own in the engine and is turned into text here. ``next_event`` hands out what happened, in
-order of arrival. When the client leaves, one choice fails, or the run is closed, every open request is aborted.
+Every choice runs as a request of its own in the engine and is turned into text here. ``next_event`` hands out
+what happened, in order of arrival. When the client leaves, one choice fails, or the run is closed, every open
+request is aborted.
 """
 
 import asyncio
@@ -48,9 +49,9 @@ ChoiceFinish = FinishReason | Literal["tool_calls"]
 class ChoiceEvent:
     """What one step of the engine meant for one choice; ``index`` is prompt index x n + choice.
 
-    ``token_ids`` are the tokens that count, end and stop tokens included, none behind a stop string; ``logprobs`` belong to them
-    one by one. ``parts`` are text and pieces of calls, in their order; there are none while a part of a character, of a stop
-    string or of what may become a call is held back.
+    ``token_ids`` are the tokens that count, end and stop tokens included, none behind a stop string;
+    ``logprobs`` belong to them one by one. ``parts`` are text and pieces of calls, in their order; there are
+    none while a part of a character, of a stop string or of what may become a call is held back.
     """
 
     index: int
@@ -70,7 +71,8 @@ class ChoiceEvent:
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens and times of the whole request so far. A prompt counts once, whatever n is. ``is_over``: no choice has more."""
+    """Tokens and times of the whole request so far. A prompt counts once, whatever n is. ``is_over``: no
+    choice has more."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -112,7 +114,8 @@ class _ChoiceText:
         if finish_reason is not None:
             text += detokenizer.flush()
         if detokenizer.stopped is not None:
-            # A run of byte tokens is read at its end: the match may lie in tokens that were delivered already.
+            # A run of byte tokens is read at its end: the match may lie in tokens that were delivered
+            # already.
             token_ids = token_ids[: max(0, detokenizer.consumed_tokens - self._num_tokens)]
             finish_reason = "stop"
         self._num_tokens += len(token_ids)
@@ -130,7 +133,9 @@ class _ChoiceText:
             mean_hidden=output.mean_hidden,
         )
 
-    def _parts(self, text: str, finish_reason: FinishReason | None) -> tuple[Sequence[Part], ChoiceFinish | None]:
+    def _parts(
+        self, text: str, finish_reason: FinishReason | None
+    ) -> tuple[Sequence[Part], ChoiceFinish | None]:
         calls = self._calls
         if calls is None:
             return ((text,) if text else ()), finish_reason
@@ -148,8 +153,8 @@ class _ChoiceText:
 class GenerationRun:
     """A plan at work. ``start`` it, take events until None, and ``close`` it in every case.
 
-    ``deadline`` is when the whole answer must be there, ``queue_deadline`` until when a sequence may be started, both monotonic.
-    The ticket was admitted and is closed by the run.
+    ``deadline`` is when the whole answer must be there, ``queue_deadline`` until when a sequence may be
+    started, both monotonic. The ticket was admitted and is closed by the run.
     """
 
     def __init__(
@@ -188,8 +193,9 @@ class GenerationRun:
                 self._tasks.append(asyncio.create_task(self._run_choice(prompt_index, choice, 1)))
 
     async def next_event(self, timeout_seconds: float | None = None) -> ChoiceEvent | None:
-        """The next event; None when every choice has finished. Raises TimeoutError when nothing happened for so long, ApiError
-        when a choice failed, ClientDisconnectedError when the client left; the latter two end the run."""
+        """The next event; None when every choice has finished. Raises TimeoutError when nothing happened for
+        so long, ApiError when a choice failed, ClientDisconnectedError when the client left; the latter two
+        end the run."""
         if self._open_choices == 0:
             self._record.finish(self._outcome)
             return None
@@ -208,7 +214,8 @@ class GenerationRun:
         return event
 
     async def _take_event(self, timeout_seconds: float | None) -> ChoiceEvent | Exception:
-        """The next event when it comes, RequestExpiredError when the deadline is earlier. Raises TimeoutError."""
+        """The next event when it comes, RequestExpiredError when the deadline is earlier. Raises
+        TimeoutError."""
         remaining = None if self._deadline is None else self._deadline - time.monotonic()
         if remaining is not None and remaining <= 0:
             return RequestExpiredError("the deadline of the request has passed")

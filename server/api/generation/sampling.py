@@ -1,4 +1,5 @@
-"""How the tokens of a request are drawn: its own parameters, else the model's generation_config.json, else OpenAI's defaults."""
+"""How the tokens of a request are drawn: its own parameters, else the model's generation_config.json, else
+OpenAI's defaults."""
 
 from collections.abc import Sequence
 
@@ -11,7 +12,9 @@ from server.text.tokenizer import Tokenizer
 
 
 def effective_temperature(state: ServerState, body: GenerationRequest) -> float:
-    return float(state.effective_default("temperature", 1.0) if body.temperature is None else body.temperature)
+    return float(
+        state.effective_default("temperature", 1.0) if body.temperature is None else body.temperature
+    )
 
 
 def effective_top_p(state: ServerState, body: GenerationRequest) -> float:
@@ -47,7 +50,9 @@ def sampling_params(
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         # An id that the head has and the tokenizer has not is never drawn: nothing to push or to wait for.
-        logit_bias=tuple(sorted((token_id, bias) for token_id, bias in biases if token_id < tokenizer.num_known_tokens)),
+        logit_bias=tuple(
+            sorted((token_id, bias) for token_id, bias in biases if token_id < tokenizer.num_known_tokens)
+        ),
         allowed_token_ids=_allowed_token_ids(tokenizer, body, stop_ids, min_tokens),
         stop_token_ids=stop_ids,
         min_tokens=min_tokens,
@@ -60,7 +65,8 @@ def sampling_params(
 def _allowed_token_ids(
     tokenizer: Tokenizer, body: GenerationRequest, stop_ids: frozenset[int], min_tokens: int
 ) -> tuple[int, ...] | None:
-    """Refuses what leaves no token to draw: ids without a token, or end tokens alone while min_tokens keeps them out."""
+    """Refuses what leaves no token to draw: ids without a token, or end tokens alone while min_tokens keeps
+    them out."""
     if body.allowed_token_ids is None:
         return None
     allowed = {token_id for token_id in body.allowed_token_ids if token_id < tokenizer.num_known_tokens}
@@ -72,8 +78,11 @@ def _allowed_token_ids(
 
 
 def stop_token_ids(tokenizer: Tokenizer, body: GenerationRequest) -> frozenset[int]:
-    """The model's end tokens, the end of a turn and the request's own; with ignore_eos the last alone. On all endpoints."""
-    own = frozenset(token_id for token_id in body.stop_token_ids or () if token_id < tokenizer.num_known_tokens)
+    """The model's end tokens, the end of a turn and the request's own; with ignore_eos the last alone. On all
+    endpoints."""
+    own = frozenset(
+        token_id for token_id in body.stop_token_ids or () if token_id < tokenizer.num_known_tokens
+    )
     if body.ignore_eos:
         return own
     end_of_turn = () if tokenizer.end_of_turn_id is None else (tokenizer.end_of_turn_id,)

@@ -1,5 +1,5 @@
-"""What a request constrains its text to: ``response_format``, ``structured_outputs`` and the ``guided_*`` spellings are one
-thing, and only one of them may be given. Every fault is a 400 that names the field."""
+"""What a request constrains its text to: ``response_format``, ``structured_outputs`` and the ``guided_*``
+spellings are one thing, and only one of them may be given. Every fault is a 400 that names the field."""
 
 import contextlib
 from collections.abc import Iterator
@@ -17,7 +17,9 @@ from server.observability.metrics import Metrics
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
-async def compile_grammar(loaded: LoadedEngine, source: GrammarSource | None, metrics: Metrics) -> Grammar | None:
+async def compile_grammar(
+    loaded: LoadedEngine, source: GrammarSource | None, metrics: Metrics
+) -> Grammar | None:
     """The compiled constraint of a request, None without one."""
     if source is None:
         return None
@@ -49,7 +51,8 @@ def choices_constraint(body: ChoicesRequest) -> GrammarSource | None:
 
 
 def grammar_source(body: GenerationRequest, formats: list[GrammarSource]) -> GrammarSource | None:
-    """The one constraint of a request; ``formats`` are those that it has besides the spellings that all endpoints share."""
+    """The one constraint of a request; ``formats`` are those that it has besides the spellings that all
+    endpoints share."""
     sources = [
         *formats,
         *_of_structured_outputs(body.structured_outputs),
@@ -57,7 +60,9 @@ def grammar_source(body: GenerationRequest, formats: list[GrammarSource]) -> Gra
     ]
     if len(sources) > 1:
         others = ", ".join(f"'{source.param}'" for source in sources[:-1])
-        raise invalid_constraint(sources[-1].param, f"a text can follow one constraint only, and {others} is given too")
+        raise invalid_constraint(
+            sources[-1].param, f"a text can follow one constraint only, and {others} is given too"
+        )
     return sources[0] if sources else None
 
 
@@ -81,12 +86,18 @@ def _of_structured_outputs(given: StructuredOutputs | None) -> list[GrammarSourc
     if given.json_object:
         sources.append(any_object(prefix + "json_object"))
     if not sources:
-        raise invalid_constraint("structured_outputs", "expected one of json, json_object, regex, choice and grammar in it")
+        raise invalid_constraint(
+            "structured_outputs", "expected one of json, json_object, regex, choice and grammar in it"
+        )
     return sources
 
 
 def _sources(
-    prefix: str, schema: dict[str, Any] | None, regex: str | None, choices: list[str] | None, grammar: str | None
+    prefix: str,
+    schema: dict[str, Any] | None,
+    regex: str | None,
+    choices: list[str] | None,
+    grammar: str | None,
 ) -> list[GrammarSource]:
     given: list[tuple[Any, Any]] = [
         ("json", schema),
@@ -102,7 +113,9 @@ def any_object(param: str) -> GrammarSource:
 
 
 def missing_parameter(param: str) -> ApiError:
-    return invalid_request(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+    return invalid_request(
+        f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
+    )
 
 
 def invalid_constraint(param: str, message: str) -> ApiError:

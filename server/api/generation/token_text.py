@@ -1,4 +1,5 @@
-"""Log-probabilities as both endpoints write them: OpenAI's legacy object of four lists, and chat's list of entries."""
+"""Log-probabilities as both endpoints write them: OpenAI's legacy object of four lists, and chat's list of
+entries."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -18,15 +19,20 @@ def wire_logprob(value: float) -> float:
 
 
 def token_namer(tokenizer: Tokenizer, as_ids: bool) -> TokenName:
-    """How a token is called in lists of log-probabilities: by its text, or by its id in vLLM's spelling, which is unique."""
+    """How a token is called in lists of log-probabilities: by its text, or by its id in vLLM's spelling,
+    which is unique."""
     return (lambda token_id: f"token_id:{token_id}") if as_ids else tokenizer.token_text
 
 
-def chat_entry(tokenizer: Tokenizer, name: TokenName, token: TokenLogprobs, num_top: int | None) -> dict[str, Any]:
-    """``num_top`` None: all alternatives. ``bytes`` are the token's own, so that all of them joined are the exact output even
-    where a character spans tokens."""
+def chat_entry(
+    tokenizer: Tokenizer, name: TokenName, token: TokenLogprobs, num_top: int | None
+) -> dict[str, Any]:
+    """``num_top`` None: all alternatives. ``bytes`` are the token's own, so that all of them joined are the
+    exact output even where a character spans tokens."""
     entry = _token_entry(tokenizer, name, token.token_id, token.logprob)
-    entry["top_logprobs"] = [_token_entry(tokenizer, name, token_id, logprob) for token_id, logprob in token.top[:num_top]]
+    entry["top_logprobs"] = [
+        _token_entry(tokenizer, name, token_id, logprob) for token_id, logprob in token.top[:num_top]
+    ]
     return entry
 
 
@@ -35,17 +41,26 @@ def _token_entry(tokenizer: Tokenizer, name: TokenName, token_id: int, logprob: 
     return {"token": name(token_id), "logprob": wire_logprob(logprob), "bytes": list(raw) or None}
 
 
-def prompt_entries(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], num_top: int) -> list[dict[str, Any] | None]:
-    """vLLM's prompt_logprobs: null for the first token, then for each the token itself and the likeliest, by token id."""
+def prompt_entries(
+    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], num_top: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's prompt_logprobs: null for the first token, then for each the token itself and the likeliest, by
+    token id."""
     entries: list[dict[str, Any] | None] = [None]
     for token in logprobs:
         top = token.top[:num_top]
         ranked = [(token.token_id, token.logprob, token.rank)]
         # Equal values share a rank, as they do where the token itself is ranked.
-        ranked += [(i, value, 1 + sum(other > value for _, other in top)) for i, value in top if i != token.token_id]
+        ranked += [
+            (i, value, 1 + sum(other > value for _, other in top)) for i, value in top if i != token.token_id
+        ]
         entries.append(
             {
-                str(token_id): {"logprob": wire_logprob(value), "rank": rank, "decoded_token": tokenizer.token_text(token_id)}
+                str(token_id): {
+                    "logprob": wire_logprob(value),
+                    "rank": rank,
+                    "decoded_token": tokenizer.token_text(token_id),
+                }
                 for token_id, value, rank in ranked
             }
         )
@@ -53,7 +68,8 @@ def prompt_entries(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], num_
 
 
 class LegacyLogprobs:
-    """Writes the legacy lists of one choice, piece by piece; offsets are in characters from the start of the prompt."""
+    """Writes the legacy lists of one choice, piece by piece; offsets are in characters from the start of the
+    prompt."""
 
     def __init__(self, tokenizer: Tokenizer, name: TokenName, num_top: int, skipped: frozenset[int]) -> None:
         """``skipped`` tokens stand in the lists and not in the text."""
@@ -69,13 +85,18 @@ class LegacyLogprobs:
     ) -> dict[str, Any]:
         """Entries of an echoed prompt. Its first token has no log-probability: nothing stands before it.
 
-        ``shows_control``: the text is what the client wrote, so that literals of control tokens are part of it.
+        ``shows_control``: the text is what the client wrote, so that literals of control tokens are part of
+        it.
         """
         lists = empty_legacy()
         for position, token_id in enumerate(token_ids):
-            is_added_bos = position == 0 and token_id == self._tokenizer.bos_token_id and not self._starts_with_bos(text)
+            is_added_bos = (
+                position == 0 and token_id == self._tokenizer.bos_token_id and not self._starts_with_bos(text)
+            )
             advances = not is_added_bos and (shows_control or token_id not in self._skipped)
-            self._append(lists, token_id, logprobs[position - 1] if position else None, advances, self._num_top)
+            self._append(
+                lists, token_id, logprobs[position - 1] if position else None, advances, self._num_top
+            )
         self.skip_prompt(text)
         return lists
 
@@ -94,7 +115,9 @@ class LegacyLogprobs:
             self._append(lists, token.token_id, token, token.token_id not in self._skipped, num_top)
         return lists
 
-    def _append(self, lists: dict[str, Any], token_id: int, token: TokenLogprobs | None, advances: bool, num_top: int) -> None:
+    def _append(
+        self, lists: dict[str, Any], token_id: int, token: TokenLogprobs | None, advances: bool, num_top: int
+    ) -> None:
         tokenizer = self._tokenizer
         lists["tokens"].append(self._name(token_id))
         lists["text_offset"].append(self._offset)

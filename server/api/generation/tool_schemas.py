@@ -1,5 +1,5 @@
-"""Functions that a client offers to the model, and which of them it wants called, as chat completions spell them. Responses
-spell a function without the inner object; the choice is read in either spelling."""
+"""Functions that a client offers to the model, and which of them it wants called, as chat completions spell
+them. Responses spell a function without the inner object; the choice is read in either spelling."""
 
 import re
 from dataclasses import dataclass
@@ -19,7 +19,8 @@ _MODES = ("none", "auto", "required")
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """``names``: the only functions that may be called, None for all. ``is_named``: exactly the one of them must be."""
+    """``names``: the only functions that may be called, None for all. ``is_named``: exactly the one of them
+    must be."""
 
     mode: Literal["none", "auto", "required"]
     names: tuple[str, ...] | None = None
@@ -35,7 +36,9 @@ def _check_name(value: str) -> str:
 def _check_choice(value: object) -> object:
     if isinstance(value, str):
         if value not in _MODES:
-            raise PydanticCustomError("invalid_value", "expected 'none', 'auto', 'required' or an object that names a function")
+            raise PydanticCustomError(
+                "invalid_value", "expected 'none', 'auto', 'required' or an object that names a function"
+            )
         return ToolChoice(value)  # type: ignore[arg-type]  # one of the modes
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(kind, str):
@@ -63,7 +66,9 @@ def _chosen_name(value: object) -> str:
         name = function.get("name") if isinstance(function, dict) else None
         if isinstance(name, str):
             return name
-    raise wrong_type("expected the name of a function, such as {'type': 'function', 'function': {'name': 'f'}}")
+    raise wrong_type(
+        "expected the name of a function, such as {'type': 'function', 'function': {'name': 'f'}}"
+    )
 
 
 def _check_type(value: object) -> object:
@@ -79,7 +84,9 @@ def _unsupported_type(kind: str) -> PydanticCustomError:
 
 
 ToolType = Annotated[Literal["function"], BeforeValidator(_check_type)]
-FunctionName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS), AfterValidator(_check_name)]
+FunctionName = Annotated[
+    str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS), AfterValidator(_check_name)
+]
 ToolChoiceField = Annotated[
     Any,
     BeforeValidator(_check_choice),
@@ -89,9 +96,15 @@ ToolChoiceField = Annotated[
 
 class FunctionDefinition(WireModel):
     name: FunctionName
-    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARACTERS), AfterValidator(check_text)] | None = None
-    parameters: JsonObject | None = Field(None, description="The JSON schema of the arguments, an object; none: no arguments.")
-    strict: bool | None = Field(None, description="Accepted; calls that must be made follow the schema either way.")
+    description: (
+        Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARACTERS), AfterValidator(check_text)] | None
+    ) = None
+    parameters: JsonObject | None = Field(
+        None, description="The JSON schema of the arguments, an object; none: no arguments."
+    )
+    strict: bool | None = Field(
+        None, description="Accepted; calls that must be made follow the schema either way."
+    )
 
 
 class TypedTool(WireModel):

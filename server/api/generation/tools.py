@@ -1,5 +1,5 @@
-"""What a request wants of its functions: which of them the model may call, whether it must, and how the text is read for calls.
-Every fault is a 400 that names the field."""
+"""What a request wants of its functions: which of them the model may call, whether it must, and how the text
+is read for calls. Every fault is a 400 that names the field."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model.interface.grammar_state import Grammar
-from server.api.generation.structured_output import busy_is_an_answer, compile_grammar, counted_compilation, invalid_constraint
+from server.api.generation.structured_output import (
+    busy_is_an_answer,
+    compile_grammar,
+    counted_compilation,
+    invalid_constraint,
+)
 from server.api.generation.tool_schemas import ToolChoice
 from server.errors import invalid_request
 from server.grammar.compiler import COMPILE_SECONDS, CompilerBusyError
@@ -24,8 +29,8 @@ FAULT_SECONDS = 2 * COMPILE_SECONDS
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """``functions`` may be called; ``shown`` are those that the model is told of: all of them where no other can be called, so
-    that requests share their prompt."""
+    """``functions`` may be called; ``shown`` are those that the model is told of: all of them where no other
+    can be called, so that requests share their prompt."""
 
     functions: tuple[Function, ...]
     shown: tuple[Function, ...]
@@ -39,7 +44,9 @@ class ToolUse:
         return CallFormat(names, is_forced=self.must_call, is_single=not self.several, is_named=self.is_named)
 
 
-def tool_use(functions: Sequence[Function], choice: ToolChoice | None, parallel: bool | None) -> ToolUse | None:
+def tool_use(
+    functions: Sequence[Function], choice: ToolChoice | None, parallel: bool | None
+) -> ToolUse | None:
     """None where no function may be called. ``functions`` are those of the request."""
     if not functions:
         if choice is not None and choice.mode != "none":
@@ -57,11 +64,15 @@ def tool_use(functions: Sequence[Function], choice: ToolChoice | None, parallel:
     choice = choice or AUTO
     for name in choice.names or ():
         if name not in known:
-            message = f"Invalid value for 'tool_choice': none of the 'tools' is a function named '{name[:64]}'."
+            message = (
+                f"Invalid value for 'tool_choice': none of the 'tools' is a function named '{name[:64]}'."
+            )
             raise invalid_request(message, param="tool_choice", code="invalid_value")
     if choice.mode == "none":
         return None
-    allowed = tuple(function for function in functions if choice.names is None or function.name in choice.names)
+    allowed = tuple(
+        function for function in functions if choice.names is None or function.name in choice.names
+    )
     must_call = choice.mode == "required"
     several = parallel is not False and not choice.is_named
     return ToolUse(allowed, tuple(functions) if must_call else allowed, must_call, choice.is_named, several)
@@ -78,8 +89,8 @@ def _check_type(function: Function) -> None:
 async def compile_constraint(
     loaded: LoadedEngine, content: GrammarSource | None, use: ToolUse | None, metrics: Metrics
 ) -> Grammar | None:
-    """What the text follows: its own constraint, calls, or either of them. Calls that need not be made are free text, and schemas
-    that can't be enforced are fine for them."""
+    """What the text follows: its own constraint, calls, or either of them. Calls that need not be made are
+    free text, and schemas that can't be enforced are fine for them."""
     if use is None:
         return await compile_grammar(loaded, content, metrics)
     if not use.must_call and content is None:
@@ -95,7 +106,10 @@ async def compile_constraint(
 
 async def _faulty_part(loaded: LoadedEngine, rules: CallRules) -> tuple[str, str] | None:
     """The field that can't be compiled by itself, and why; None where it is not found soon."""
-    parts = [GrammarSource("calls", CallRules((function,), several=False), function.param) for function in rules.functions]
+    parts = [
+        GrammarSource("calls", CallRules((function,), several=False), function.param)
+        for function in rules.functions
+    ]
     with contextlib.suppress(TimeoutError, CompilerBusyError):
         async with asyncio.timeout(FAULT_SECONDS):
             for part in parts if rules.otherwise is None else [rules.otherwise, *parts]:

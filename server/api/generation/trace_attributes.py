@@ -1,5 +1,5 @@
-"""What the trace of a request says of it, in the names of OpenTelemetry's conventions for generative AI; never prompts, never
-answers."""
+"""What the trace of a request says of it, in the names of OpenTelemetry's conventions for generative AI;
+never prompts, never answers."""
 
 from starlette.requests import Request
 
@@ -7,7 +7,9 @@ from server.api.generation.plan import GenerationPlan
 from server.observability.tracing import Attribute
 
 
-def trace_attributes(request: Request, plan: GenerationPlan, seed: int | None, model: str) -> dict[str, Attribute]:
+def trace_attributes(
+    request: Request, plan: GenerationPlan, seed: int | None, model: str
+) -> dict[str, Attribute]:
     """Sampling values are those in force; ``seed`` is the client's own."""
     sampling = plan.prompts[0].sampling
     attributes: dict[str, Attribute] = {

@@ -1,5 +1,5 @@
-"""Parameters that OpenAI's API or its common extensions know and this server does not support: refused by name, unless the value
-is the one that means "off". Nothing a client could rely on is ignored."""
+"""Parameters that OpenAI's API or its common extensions know and this server does not support: refused by
+name, unless the value is the one that means "off". Nothing a client could rely on is ignored."""
 
 import json
 from collections.abc import Container, Mapping
@@ -9,7 +9,8 @@ from server.errors import unsupported_parameter
 
 _OFF: tuple[Any, ...] = (None, False)
 
-# The parameter, and the values that mean "off". A name that an endpoint has a field for is not looked up for it.
+# The parameter, and the values that mean "off". A name that an endpoint has a field for is not looked up for
+# it.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (None, True),  # of chats
     "add_special_tokens": (None, True),
@@ -93,7 +94,8 @@ def _same(value: object, neutral: object) -> bool:
 
 
 def remove_unsupported(body: dict[str, Any], fields: Container[str]) -> dict[str, Any]:
-    """The body without the parameters that are set to "off". Raises ApiError for the first one that is not."""
+    """The body without the parameters that are set to "off". Raises ApiError for the first one that is
+    not."""
     rest = {}
     for name, value in body.items():
         if name in fields or name not in UNSUPPORTED:
@@ -101,5 +103,7 @@ def remove_unsupported(body: dict[str, Any], fields: Container[str]) -> dict[str
         elif not any(_same(value, neutral) for neutral in UNSUPPORTED[name]):
             off = [json.dumps(neutral) for neutral in UNSUPPORTED[name] if neutral is not None]
             reason = f"{_REASONS[name]} " if name in _REASONS else ""
-            raise unsupported_parameter(name, f"{reason}Leave it out{f' or set it to {off[0]}' if off else ''}.")
+            raise unsupported_parameter(
+                name, f"{reason}Leave it out{f' or set it to {off[0]}' if off else ''}."
+            )
     return rest

@@ -1,5 +1,6 @@
-"""From the bytes of a request to a checked model: size, content type, UTF-8, JSON, then types and ranges. Every failure is an
-ApiError in OpenAI's shape that names the field by its dotted path; messages stay short whatever was sent."""
+"""From the bytes of a request to a checked model: size, content type, UTF-8, JSON, then types and ranges.
+Every failure is an ApiError in OpenAI's shape that names the field by its dotted path; messages stay short
+whatever was sent."""
 
 import asyncio
 import json
@@ -15,7 +16,14 @@ from server.admission import BodyTicket
 from server.api.generation.request import FIELDS_WITHOUT_MEANING
 from server.api.generation.unsupported import remove_unsupported
 from server.api.generation.wire_values import WireModel
-from server.errors import ApiError, ClientDisconnectedError, body_too_slow, invalid_request, request_too_large, shorten
+from server.errors import (
+    ApiError,
+    ClientDisconnectedError,
+    body_too_slow,
+    invalid_request,
+    request_too_large,
+    shorten,
+)
 
 IGNORED_HEADER = "x-gemserve-ignored-parameters"
 _HEADER_UNSAFE = re.compile(r"[^][A-Za-z0-9_.-]")
@@ -42,9 +50,11 @@ class ParsedRequest(Generic[Model]):
         return {IGNORED_HEADER: ", ".join(safe)[:_MAX_HEADER_CHARACTERS]}
 
 
-async def read_json_object(request: Request, ticket: BodyTicket, timeout_seconds: float | None) -> dict[str, Any]:
-    """The body as a JSON object. The size is counted while the body arrives, so that a lie in Content-Length buys nothing; all
-    of it has to arrive within ``timeout_seconds``."""
+async def read_json_object(
+    request: Request, ticket: BodyTicket, timeout_seconds: float | None
+) -> dict[str, Any]:
+    """The body as a JSON object. The size is counted while the body arrives, so that a lie in Content-Length
+    buys nothing; all of it has to arrive within ``timeout_seconds``."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         got = repr(shorten(content_type, 60)) if content_type else "none"
@@ -68,9 +78,13 @@ async def read_json_object(request: Request, ticket: BodyTicket, timeout_seconds
     value = _decode(bytes(body))
     # Depth is looked for only where there are enough brackets for it.
     if body.count(b"[") + body.count(b"{") > MAX_NESTING and _is_deeper(value, MAX_NESTING):
-        raise invalid_request(f"The request body is nested too deeply: at most {MAX_NESTING} levels are read.")
+        raise invalid_request(
+            f"The request body is nested too deeply: at most {MAX_NESTING} levels are read."
+        )
     if not isinstance(value, dict):
-        raise invalid_request("We could not parse the JSON body of your request as an object: expected {…} with the parameters.")
+        raise invalid_request(
+            "We could not parse the JSON body of your request as an object: expected {…} with the parameters."
+        )
     return value
 
 
@@ -94,7 +108,9 @@ def _is_deeper(value: object, levels: int) -> bool:
     containers: list[Any] = [value] if isinstance(value, (list, dict)) else []
     while containers and levels:
         levels -= 1
-        children = (container.values() if isinstance(container, dict) else container for container in containers)
+        children = (
+            container.values() if isinstance(container, dict) else container for container in containers
+        )
         containers = [child for values in children for child in values if isinstance(child, (list, dict))]
     return bool(containers)
 
@@ -104,10 +120,12 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def parse_request(model: type[Model], body: dict[str, Any], *, strict_params: bool) -> ParsedRequest[Model]:
-    """Check types and ranges. Unknown fields, at any depth, are refused under ``strict_params`` and reported as ignored
-    otherwise."""
+    """Check types and ranges. Unknown fields, at any depth, are refused under ``strict_params`` and reported
+    as ignored otherwise."""
     body = remove_unsupported(body, model.model_fields)
-    body = {name: value for name, value in body.items() if value is not None}  # null means the default: the same as absent
+    body = {
+        name: value for name, value in body.items() if value is not None
+    }  # null means the default: the same as absent
     ignored = body.keys() & FIELDS_WITHOUT_MEANING
     try:
         try:
@@ -125,7 +143,8 @@ def parse_request(model: type[Model], body: dict[str, Any], *, strict_params: bo
 
 
 def _without_unknown(model: type[Model], body: dict[str, Any]) -> Model:
-    """What holds for a list as a whole is checked only once its items are sound, so there may be more that is wrong."""
+    """What holds for a list as a whole is checked only once its items are sound, so there may be more that is
+    wrong."""
     try:
         return model.model_validate(body, extra="ignore")
     except ValidationError as error:

@@ -1,4 +1,5 @@
-"""What bodies and answers are made of: a strict base for models, checks that name the fault, the head of an answer."""
+"""What bodies and answers are made of: a strict base for models, checks that name the fault, the head of an
+answer."""
 
 import json
 from dataclasses import dataclass
@@ -23,7 +24,9 @@ def check_text(value: str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError:
-        raise PydanticCustomError("invalid_value", "the text holds a lone surrogate and is not valid Unicode") from None
+        raise PydanticCustomError(
+            "invalid_value", "the text holds a lone surrogate and is not valid Unicode"
+        ) from None
     return value
 
 
@@ -37,19 +40,26 @@ def check_finite(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_num_parts(value: object) -> object:
-    """Of messages or items, before any is looked at: each of their parts, blocks and calls takes time of the event loop, and
-    those without text have no other limit."""
+    """Of messages or items, before any is looked at: each of their parts, blocks and calls takes time of the
+    event loop, and those without text have no other limit."""
     count = _num_parts(value) if isinstance(value, list) else 0
     if count > MAX_PARTS:
         limits = {"limit": MAX_PARTS, "count": count}
         raise PydanticCustomError(
-            "array_above_max_length", "expected at most {limit} parts and calls in all of it, got {count}", limits
+            "array_above_max_length",
+            "expected at most {limit} parts and calls in all of it, got {count}",
+            limits,
         )
     return value
 
 
 def _num_parts(items: list[Any]) -> int:
-    lists = [item.get(name) for item in items if isinstance(item, dict) for name in ("content", "output", "tool_calls")]
+    lists = [
+        item.get(name)
+        for item in items
+        if isinstance(item, dict)
+        for name in ("content", "output", "tool_calls")
+    ]
     return sum(len(parts) + _num_parts(parts) for parts in lists if isinstance(parts, list))
 
 

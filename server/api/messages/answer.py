@@ -1,5 +1,5 @@
-"""What a run looks like in Anthropic's Messages API: one message, or the events that build it up. Both are made of the same
-pieces, so that the joined deltas equal the message. Pure: no I/O."""
+"""What a run looks like in Anthropic's Messages API: one message, or the events that build it up. Both are
+made of the same pieces, so that the joined deltas equal the message. Pure: no I/O."""
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,8 +27,8 @@ def stop_reason(event: ChoiceEvent, *, has_calls: bool) -> tuple[str, str | None
 
 
 def call_input(arguments: str) -> dict[str, Any]:
-    """Arguments as an object. Those that were cut hold what is complete, as Anthropic's clients read them from a stream; what a
-    model that was free to write anything wrote may be no JSON, and is none then."""
+    """Arguments as an object. Those that were cut hold what is complete, as Anthropic's clients read them
+    from a stream; what a model that was free to write anything wrote may be no JSON, and is none then."""
     try:
         value = from_json(arguments, allow_inf_nan=False, allow_partial=True)
         return check_finite(value) if isinstance(value, dict) else {}
@@ -37,8 +37,8 @@ def call_input(arguments: str) -> dict[str, Any]:
 
 
 def wire_usage(usage: Usage) -> dict[str, int]:
-    """Input tokens are those that were computed: what came from the cache is counted beside them. Nothing is written to the cache
-    at the client's order."""
+    """Input tokens are those that were computed: what came from the cache is counted beside them. Nothing is
+    written to the cache at the client's order."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -48,7 +48,11 @@ def wire_usage(usage: Usage) -> dict[str, int]:
 
 
 def message(
-    head: ResponseHead, content: Sequence[Block], reason: str | None, stop_sequence: str | None, used: Mapping[str, int]
+    head: ResponseHead,
+    content: Sequence[Block],
+    reason: str | None,
+    stop_sequence: str | None,
+    used: Mapping[str, int],
 ) -> dict[str, Any]:
     return {
         "id": head.id,
@@ -67,8 +71,8 @@ def _event(name: str, **fields: Any) -> bytes:
 
 
 class MessageAnswer:
-    """A stream begins with the first token, not before it; there is a block only for what was said or called. The input of a call
-    is the text of its arguments until its block is complete."""
+    """A stream begins with the first token, not before it; there is a block only for what was said or called.
+    The input of a call is the text of its arguments until its block is complete."""
 
     def __init__(self, head: ResponseHead) -> None:
         self._head = head
@@ -86,7 +90,11 @@ class MessageAnswer:
     def end(self, usage: Usage) -> bytes:
         reason, stop_sequence = self._end
         delta = {"stop_reason": reason, "stop_sequence": stop_sequence}
-        return self._close() + _event("message_delta", delta=delta, usage=wire_usage(usage)) + _event("message_stop")
+        return (
+            self._close()
+            + _event("message_delta", delta=delta, usage=wire_usage(usage))
+            + _event("message_stop")
+        )
 
     def failure(self, error: ApiError, usage: Usage) -> bytes:
         return b"event: error\ndata: " + encode_json(messages_error(error)) + b"\n\n"
@@ -96,7 +104,10 @@ class MessageAnswer:
             pass
 
     def collected(self, usage: Usage) -> dict[str, Any]:
-        content = [{**block, "input": call_input(block["input"])} if "input" in block else block for block in self._blocks]
+        content = [
+            {**block, "input": call_input(block["input"])} if "input" in block else block
+            for block in self._blocks
+        ]
         return message(self._head, content, *self._end, wire_usage(usage))
 
     def _take(self, event: ChoiceEvent) -> Iterator[bytes]:

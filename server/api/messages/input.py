@@ -1,5 +1,5 @@
-"""Turns of the Messages API to messages of chat completions: calls stand in blocks of the assistant's turns there, their results
-in blocks of the user's. Every fault is an ApiError that names the block."""
+"""Turns of the Messages API to messages of chat completions: calls stand in blocks of the assistant's turns
+there, their results in blocks of the user's. Every fault is an ApiError that names the block."""
 
 from typing import Any
 
@@ -43,8 +43,12 @@ def _assistant_turn(message: InputMessage, name: str, *, is_last: bool) -> dict[
             texts.append(_part(_given(block.text, f"{place}.text")))
         else:
             if is_last:
-                reason = "an answer that has made a call can't be continued; send the result of the call after it"
-                raise invalid_request(f"Invalid value for '{place}': {reason}.", param=place, code="invalid_value")
+                reason = (
+                    "an answer that has made a call can't be continued; send the result of the call after it"
+                )
+                raise invalid_request(
+                    f"Invalid value for '{place}': {reason}.", param=place, code="invalid_value"
+                )
             arguments = encode_json(_given(block.input, f"{place}.input")).decode()
             function = {"name": _given(block.name, f"{place}.name"), "arguments": arguments}
             calls.append({"id": _given(block.id, f"{place}.id"), "type": "function", "function": function})
@@ -90,4 +94,6 @@ def _given(value: Any, param: str) -> Any:
 
 
 def _missing(param: str) -> ApiError:
-    return invalid_request(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+    return invalid_request(
+        f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
+    )

@@ -1,5 +1,5 @@
-"""From a body of the Messages API to the plan of the chat that it is. Every refusal is an ApiError that names the field as the
-client spelled it."""
+"""From a body of the Messages API to the plan of the chat that it is. Every refusal is an ApiError that names
+the field as the client spelled it."""
 
 from dataclasses import replace
 from typing import Any
@@ -72,11 +72,15 @@ async def count_tokens(state: ServerState, loaded: LoadedEngine, body: CountToke
 
 def _check(state: ServerState, body: CountTokensRequest) -> None:
     if body.thinking is not None and body.thinking.type not in ("disabled", "adaptive"):
-        raise unsupported_parameter("thinking", 'The model does not think before it answers. Set it to {"type": "disabled"}.')
+        raise unsupported_parameter(
+            "thinking", 'The model does not think before it answers. Set it to {"type": "disabled"}.'
+        )
     choice = body.tool_choice
     if choice is not None and choice.type == "tool" and choice.name is None:
         param = "tool_choice.name"
-        raise invalid_request(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+        raise invalid_request(
+            f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
+        )
     _check_roles(body, strict=state.settings.strict_roles)
 
 
@@ -102,7 +106,10 @@ def _wrong_role(index: int, reason: str) -> ApiError:
 def _chat(body: CountTokensRequest, **fields: Any) -> tuple[ChatCompletionRequest, list[str]]:
     """The same request in the words of chat completions, and the fields that its messages come from."""
     messages, names = chat_messages(body)
-    tools = [_chat_tool(tool.name, tool.description, _without_nulls(tool.input_schema)) for tool in body.tools or ()]
+    tools = [
+        _chat_tool(tool.name, tool.description, _without_nulls(tool.input_schema))
+        for tool in body.tools or ()
+    ]
     choice = body.tool_choice
     chat = ChatCompletionRequest.model_validate(
         {
@@ -122,7 +129,11 @@ def _chat_tool(name: str, description: str | None, schema: dict[str, Any]) -> di
 
 def _without_nulls(schema: dict[str, Any]) -> dict[str, Any]:
     """Anthropic's clients may send null for what an input schema leaves out, which is no JSON schema."""
-    return {name: value for name, value in schema.items() if value is not None or name not in ("properties", "required")}
+    return {
+        name: value
+        for name, value in schema.items()
+        if value is not None or name not in ("properties", "required")
+    }
 
 
 def _chat_choice(choice: MessagesToolChoice) -> Any:

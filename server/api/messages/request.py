@@ -1,5 +1,6 @@
-"""The bodies of /v1/messages and /v1/messages/count_tokens, Anthropic's Messages API for a model of text: as strict as those of
-the other generation endpoints. What a request means is decided in ``messages_preparation``."""
+"""The bodies of /v1/messages and /v1/messages/count_tokens, Anthropic's Messages API for a model of text: as
+strict as those of the other generation endpoints. What a request means is decided in
+``messages_preparation``."""
 
 from typing import Annotated, Any, Literal
 
@@ -59,12 +60,16 @@ def _blocks_schema(*blocks: dict[str, Any]) -> dict[str, Any]:
 
 _ID_SCHEMA = {"type": "string", "minLength": 1, "maxLength": 512}
 _TEXT_SCHEMA = _block_schema("text", ("text",), text={"type": "string"})
-_CALL_SCHEMA = _block_schema("tool_use", ("id", "name", "input"), id=_ID_SCHEMA, name=_ID_SCHEMA, input={"type": "object"})
+_CALL_SCHEMA = _block_schema(
+    "tool_use", ("id", "name", "input"), id=_ID_SCHEMA, name=_ID_SCHEMA, input={"type": "object"}
+)
 _RESULT_SCHEMA = _block_schema(
     "tool_result",
     ("tool_use_id",),
     tool_use_id=_ID_SCHEMA,
-    content={"anyOf": [*_blocks_schema(_TEXT_SCHEMA)["anyOf"], {"type": "array", "maxItems": 0}, {"type": "null"}]},
+    content={
+        "anyOf": [*_blocks_schema(_TEXT_SCHEMA)["anyOf"], {"type": "array", "maxItems": 0}, {"type": "null"}]
+    },
     is_error={"type": ["boolean", "null"]},
 )
 
@@ -101,7 +106,9 @@ class ContentBlock(WireModel):
     toolset_name: None = None
 
 
-Blocks = Annotated[list[TextBlock], BeforeValidator(_check_text_blocks), WithJsonSchema(_blocks_schema(_TEXT_SCHEMA))]
+Blocks = Annotated[
+    list[TextBlock], BeforeValidator(_check_text_blocks), WithJsonSchema(_blocks_schema(_TEXT_SCHEMA))
+]
 AnyBlocks = Annotated[
     list[ContentBlock],
     BeforeValidator(_check_any_blocks),
@@ -127,11 +134,17 @@ class MessagesTool(WireModel):
     # The type is checked first: tools of other types have no schema.
     type: Annotated[Literal["custom"] | None, BeforeValidator(_check_tool_type)] = None
     name: FunctionName
-    description: Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARACTERS), AfterValidator(check_text)] | None = None
+    description: (
+        Annotated[str, Field(max_length=MAX_DESCRIPTION_CHARACTERS), AfterValidator(check_text)] | None
+    ) = None
     input_schema: JsonObject = Field(description="The JSON schema of the input, an object.")
-    strict: bool | None = Field(None, description="Accepted; calls that must be made follow the schema either way.")
+    strict: bool | None = Field(
+        None, description="Accepted; calls that must be made follow the schema either way."
+    )
     cache_control: CacheControl | None = None
-    eager_input_streaming: bool | None = Field(None, description="Accepted; inputs are sent as they are written.")
+    eager_input_streaming: bool | None = Field(
+        None, description="Accepted; inputs are sent as they are written."
+    )
 
 
 class MessagesToolChoice(WireModel):
@@ -160,7 +173,9 @@ class CountTokensRequest(WireModel):
     """What makes up a prompt; the rest of a request is accepted and does not change its length."""
 
     model: str | None = Field(None, max_length=512, description="A served name; the first one when absent.")
-    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(check_num_parts)]
+    messages: Annotated[
+        list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(check_num_parts)
+    ]
     system: Blocks | None = None
     tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None
@@ -172,7 +187,10 @@ class CountTokensRequest(WireModel):
 class MessagesRequest(CountTokensRequest, GenerationBody):
     max_tokens: TokenCount = Field(description="0 computes the prompt only.")
     stop_sequences: (
-        Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]], Field(max_length=MAX_STOP_SEQUENCES)]
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]],
+            Field(max_length=MAX_STOP_SEQUENCES),
+        ]
         | None
     ) = None
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None

@@ -1,5 +1,5 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API. A message is answered as the chat that it is; only
-the body and the answer differ."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API. A message is answered as the
+chat that it is; only the body and the answer differ."""
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -22,7 +22,9 @@ from server.loading.load import LoadedEngine
 from server.state import ServerState
 
 
-def _answer(state: ServerState, loaded: LoadedEngine, plan: GenerationPlan, body: MessagesRequest, head: ResponseHead) -> Answer:
+def _answer(
+    state: ServerState, loaded: LoadedEngine, plan: GenerationPlan, body: MessagesRequest, head: ResponseHead
+) -> Answer:
     return MessageAnswer(head)
 
 

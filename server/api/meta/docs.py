@@ -1,5 +1,6 @@
-"""/docs: Swagger UI over /openapi.json, for people. The page and all that it loads come from this server, and its policy lets the
-browser load from nowhere else, so that it works without a network and tells nobody what is served here."""
+"""/docs: Swagger UI over /openapi.json, for people. The page and all that it loads come from this server, and
+its policy lets the browser load from nowhere else, so that it works without a network and tells nobody what
+is served here."""
 
 import importlib.util
 from pathlib import Path
@@ -14,7 +15,8 @@ ASSETS = {
     "/docs/favicon.png": "image/png",
     "/docs/start.js": "text/javascript; charset=utf-8",
 }
-# Swagger UI sets styles on elements and has its icons in data URLs. Paths are relative, so that the page works behind a prefix.
+# Swagger UI sets styles on elements and has its icons in data URLs. Paths are relative, so that the page
+# works behind a prefix.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -59,7 +61,11 @@ def create_router() -> APIRouter:
 
     @router.get("/docs")
     async def show_docs(request: Request) -> Response:
-        return Response(_PAGE, media_type="text/html", headers={"content-security-policy": _POLICY, "cache-control": "no-cache"})
+        return Response(
+            _PAGE,
+            media_type="text/html",
+            headers={"content-security-policy": _POLICY, "cache-control": "no-cache"},
+        )
 
     async def show_asset(request: Request) -> Response:
         path = request.scope["path"]

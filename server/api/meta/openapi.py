@@ -1,5 +1,5 @@
-"""/openapi.json: what the framework knows of the routes, completed with the schemas that it does not see, since bodies are read
-and streams written by hand. It describes this server, with its settings."""
+"""/openapi.json: what the framework knows of the routes, completed with the schemas that it does not see,
+since bodies are read and streams written by hand. It describes this server, with its settings."""
 
 from typing import Any
 

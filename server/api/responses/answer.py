@@ -1,5 +1,6 @@
-"""Answers of /v1/responses: the events of a run become items (a message, calls of functions) and OpenAI's typed stream events. An
-answer in one piece is the response of the last event, so that both ways say the same by construction. Pure: no I/O."""
+"""Answers of /v1/responses: the events of a run become items (a message, calls of functions) and OpenAI's
+typed stream events. An answer in one piece is the response of the last event, so that both ways say the same
+by construction. Pure: no I/O."""
 
 import time
 import uuid
@@ -24,7 +25,12 @@ Event = dict[str, Any]
 
 class ResponseAnswer:
     def __init__(
-        self, state: ServerState, tokenizer: Tokenizer, plan: GenerationPlan, body: ResponseRequest, head: ResponseHead
+        self,
+        state: ServerState,
+        tokenizer: Tokenizer,
+        plan: GenerationPlan,
+        body: ResponseRequest,
+        head: ResponseHead,
     ) -> None:
         self._tokenizer = tokenizer
         self._shows_logprobs = body.shows_logprobs
@@ -86,7 +92,9 @@ class ResponseAnswer:
         yield self._event("response.in_progress", response=self._response())
 
     def _entry(self, event: ChoiceEvent, position: int) -> dict[str, Any]:
-        entry = chat_entry(self._tokenizer, self._tokenizer.token_text, event.logprobs[position], self._top_logprobs)
+        entry = chat_entry(
+            self._tokenizer, self._tokenizer.token_text, event.logprobs[position], self._top_logprobs
+        )
         for shown in (entry, *entry["top_logprobs"]):
             shown["bytes"] = shown["bytes"] or []  # never null here
         return entry
@@ -104,7 +112,12 @@ class ResponseAnswer:
         yield self._part_event("response.output_text.delta", delta=text, logprobs=logprobs)
 
     def _open_message(self) -> Iterator[Event]:
-        item: dict[str, Any] = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "status": "in_progress", "role": "assistant"}
+        item: dict[str, Any] = {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "status": "in_progress",
+            "role": "assistant",
+        }
         yield self._open({**item, "content": []})
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         self._items[-1]["content"] = [part]
@@ -149,7 +162,9 @@ class ResponseAnswer:
             part = item["content"][0]
             part["logprobs"] += self._logprobs
             self._logprobs = []
-            yield self._part_event("response.output_text.done", text=part["text"], logprobs=list(part["logprobs"]))
+            yield self._part_event(
+                "response.output_text.done", text=part["text"], logprobs=list(part["logprobs"])
+            )
             yield self._part_event("response.content_part.done", part=_copy(part))
         else:
             name, arguments = item["name"], item["arguments"]
@@ -189,7 +204,9 @@ def _written(event: Event) -> bytes:
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:
     """As it is now: events are written after the item has gone on."""
-    return {name: [dict(part) for part in value] if name == "content" else value for name, value in item.items()}
+    return {
+        name: [dict(part) for part in value] if name == "content" else value for name, value in item.items()
+    }
 
 
 def wire_usage(usage: Usage) -> dict[str, Any]:

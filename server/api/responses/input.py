@@ -1,5 +1,5 @@
-"""Items of a response's input to the messages of a chat. An assistant's message and the calls behind it are one turn, as the
-model wrote them. Every fault is an ApiError that names the item."""
+"""Items of a response's input to the messages of a chat. An assistant's message and the calls behind it are
+one turn, as the model wrote them. Every fault is an ApiError that names the item."""
 
 from collections.abc import Sequence
 
@@ -49,7 +49,9 @@ def _message(item: ResponseItem, name: str) -> ChatMessage:
     match item.type:
         case "function_call":
             call_id = _given(item.call_id, f"{name}.call_id")
-            call = FunctionCall(call_id, _given(item.name, f"{name}.name"), _given(item.arguments, f"{name}.arguments"))
+            call = FunctionCall(
+                call_id, _given(item.name, f"{name}.name"), _given(item.arguments, f"{name}.arguments")
+            )
             return ChatMessage("assistant", "", (call,))
         case "function_call_output":
             call_id = _given(item.call_id, f"{name}.call_id")
@@ -80,4 +82,6 @@ def _given(value: str | None, param: str) -> str:
 
 
 def _missing(param: str) -> ApiError:
-    return invalid_request(f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+    return invalid_request(
+        f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
+    )

@@ -1,6 +1,7 @@
 """From a checked body to a plan: constraints compiled, prompts encoded, defaults filled in.
 
-Defaults: the request, then the model's generation_config.json, then OpenAI's. Every refusal is an ApiError that names the field.
+Defaults: the request, then the model's generation_config.json, then OpenAI's. Every refusal is an ApiError
+that names the field.
 """
 
 from server.admission import Ticket

@@ -1,5 +1,6 @@
-"""The body of /v1/responses. Nothing is stored: what would need an earlier response or a later question is refused by name (see
-``unsupported``); what has no meaning here is accepted. Items of ``input`` may be the model's own from earlier turns."""
+"""The body of /v1/responses. Nothing is stored: what would need an earlier response or a later question is
+refused by name (see ``unsupported``); what has no meaning here is accepted. Items of ``input`` may be the
+model's own from earlier turns."""
 
 from typing import Annotated, Any, Literal
 
@@ -79,8 +80,18 @@ class ResponseTextPart(WireModel):
     logprobs: list[Any] | None = None
 
 
-_ITEMS_SCHEMA = {"type": "array", "items": {"$ref": "#/components/schemas/ResponseItem"}, "minItems": 1, "maxItems": MAX_MESSAGES}
-_PARTS_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"$ref": "#/components/schemas/ResponseTextPart"}}]}
+_ITEMS_SCHEMA = {
+    "type": "array",
+    "items": {"$ref": "#/components/schemas/ResponseItem"},
+    "minItems": 1,
+    "maxItems": MAX_MESSAGES,
+}
+_PARTS_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"$ref": "#/components/schemas/ResponseTextPart"}},
+    ]
+}
 Parts = Annotated[list[ResponseTextPart], BeforeValidator(_check_parts), WithJsonSchema(_PARTS_SCHEMA)]
 CallId = Annotated[str, Field(max_length=512)]
 
@@ -137,11 +148,14 @@ class ResponseRequest(GenerationRequest):
     max_output_tokens: TokenCount | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoiceField | None = None
-    parallel_tool_calls: bool | None = Field(None, description="False: at most one call in an answer. Default true.")
+    parallel_tool_calls: bool | None = Field(
+        None, description="False: at most one call in an answer. Default true."
+    )
     text: ResponseTextOptions | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include: Annotated[list[Includable], Field(max_length=16)] | None = Field(
-        None, description=f"{_LOGPROBS} adds log-probabilities; what belongs to other kinds of output is accepted."
+        None,
+        description=f"{_LOGPROBS} adds log-probabilities; what belongs to other kinds of output is accepted.",
     )
     truncation: Literal["disabled"] | None = None
     stream_options: ResponseStreamOptions | None = None

@@ -18,7 +18,9 @@ from server.loading.load import LoadedEngine
 from server.state import ServerState
 
 
-def _answer(state: ServerState, loaded: LoadedEngine, plan: GenerationPlan, body: ResponseRequest, head: ResponseHead) -> Answer:
+def _answer(
+    state: ServerState, loaded: LoadedEngine, plan: GenerationPlan, body: ResponseRequest, head: ResponseHead
+) -> Answer:
     return ResponseAnswer(state, loaded.tokenizer, plan, body, head)
 
 
@@ -28,7 +30,9 @@ def create_router() -> APIRouter:
 
     @router.post(
         "/v1/responses",
-        responses=answers(ResponseObject, takes_body=True, computes=True, events=event_stream(*RESPONSE_EVENTS, named=True)),
+        responses=answers(
+            ResponseObject, takes_body=True, computes=True, events=event_stream(*RESPONSE_EVENTS, named=True)
+        ),
         openapi_extra=request_body("ResponseRequest", computes=True),
         summary="Answer a chat, as typed items",
     )

@@ -1,4 +1,5 @@
-"""Shapes of the answers, for the OpenAPI description. Answers themselves are written in the folders of the endpoints."""
+"""Shapes of the answers, for the OpenAPI description. Answers themselves are written in the folders of the
+endpoints."""
 
 from typing import Any, Literal
 

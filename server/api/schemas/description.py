@@ -1,5 +1,6 @@
-"""What /openapi.json says of a route's answers: every status that it can give, with its headers and the models of its bodies and
-of the events of its streams. Bodies of requests are read by hand, so their schemas are named by hand here too."""
+"""What /openapi.json says of a route's answers: every status that it can give, with its headers and the
+models of its bodies and of the events of its streams. Bodies of requests are read by hand, so their schemas
+are named by hand here too."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,8 +11,8 @@ from server.api.generation.validation import IGNORED_HEADER
 from server.api.schemas.answers import ErrorResponse
 from server.api.schemas.messages_answers import MessagesErrorResponse
 
-# Also given before a request reaches its route: to a head that is no HTTP, comes too slowly or is too large, and to a connection
-# too many. Such an answer has no request id, and OpenAI's form of an error whoever asks.
+# Also given before a request reaches its route: to a head that is no HTTP, comes too slowly or is too large,
+# and to a connection too many. Such an answer has no request id, and OpenAI's form of an error whoever asks.
 _PROTOCOL = frozenset({400, 408, 431, 503})
 # What any route may answer; what those that take a body may answer besides.
 _ALWAYS = (400, 401, 403, 408, 431, 500, 503)
@@ -37,7 +38,9 @@ def _header(kind: str, description: str, *, required: bool = False) -> dict[str,
 
 
 _RETRY_AFTER = {"retry-after": _header("integer", "Seconds to wait", required=True)}
-_SHOULD_RETRY = {"x-should-retry": _header("string", "false: clients must not repeat the request by themselves")}
+_SHOULD_RETRY = {
+    "x-should-retry": _header("string", "false: clients must not repeat the request by themselves")
+}
 _HEADERS: Mapping[int, dict[str, Any]] = {
     401: {"www-authenticate": _header("string", "Bearer", required=True)},
     408: _SHOULD_RETRY,
@@ -47,7 +50,9 @@ _HEADERS: Mapping[int, dict[str, Any]] = {
 }
 _IGNORED = {IGNORED_HEADER: _header("string", "Fields of the request that had no effect")}
 _TIMINGS = {
-    "server-timing": _header("string", "Milliseconds in the queue, of prefill and of decoding; of an answer in one piece"),
+    "server-timing": _header(
+        "string", "Milliseconds in the queue, of prefill and of decoding; of an answer in one piece"
+    ),
     "openai-processing-ms": _header("integer", "The whole time in the server; of an answer in one piece"),
 }
 _TIMEOUT_PARAMETER = {
@@ -69,9 +74,12 @@ def answers(
     unavailable: type[BaseModel] | None = None,
     events: Mapping[str, Any] | None = None,
 ) -> dict[int | str, dict[str, Any]]:
-    """For a route's ``responses``. ``ok``: the model of a 200, None where it is plain text. ``unavailable``: what else a 503 may
-    hold. ``events``: the schema of the events of a stream, see ``event_stream``. ``is_open``: no key is needed."""
-    statuses = {*_ALWAYS, *(_WITH_BODY if takes_body else ()), *([404] if knows_models else ())} - ({401} if is_open else set())
+    """For a route's ``responses``. ``ok``: the model of a 200, None where it is plain text. ``unavailable``:
+    what else a 503 may hold. ``events``: the schema of the events of a stream, see ``event_stream``.
+    ``is_open``: no key is needed."""
+    statuses = {*_ALWAYS, *(_WITH_BODY if takes_body else ()), *([404] if knows_models else ())} - (
+        {401} if is_open else set()
+    )
     found: dict[int | str, dict[str, Any]] = {200: _answer(200, ok, is_anthropic)}
     found[200]["headers"] |= {**(_IGNORED if takes_body else {}), **(_TIMINGS if computes else {})}
     if ok is None:
@@ -97,9 +105,12 @@ def _answer(status: int, model: Any, is_anthropic: bool) -> dict[str, Any]:
     return answer if model is None else {**answer, "model": model}
 
 
-def event_stream(*models: type[BaseModel], ends_with: str | None = None, named: bool = False) -> dict[str, Any]:
-    """One event of a stream, as OpenAPI 3.2 and FastAPI describe it. ``models``: of its data, one of which it is.
-    ``ends_with``: data of the last event, which is no JSON. ``named``: events have a name, the type in their data."""
+def event_stream(
+    *models: type[BaseModel], ends_with: str | None = None, named: bool = False
+) -> dict[str, Any]:
+    """One event of a stream, as OpenAPI 3.2 and FastAPI describe it. ``models``: of its data, one of which it
+    is. ``ends_with``: data of the last event, which is no JSON. ``named``: events have a name, the type in
+    their data."""
     content: dict[str, Any] = {"anyOf": [reference(model.__name__) for model in models]}
     data: dict[str, Any] = {"contentMediaType": "application/json", "contentSchema": content}
     if ends_with is not None:
@@ -119,7 +130,8 @@ def reference(schema: str) -> dict[str, Any]:
 
 
 def without_closed_objects(schemas: dict[str, Any], names: Iterable[str]) -> None:
-    """Of bodies that may have fields that nobody knows. Changes ``schemas``; what such bodies refer to is among ``names``."""
+    """Of bodies that may have fields that nobody knows. Changes ``schemas``; what such bodies refer to is
+    among ``names``."""
     for name in names:
         if schemas[name].get("additionalProperties") is False:
             del schemas[name]["additionalProperties"]

@@ -1,4 +1,5 @@
-"""Shapes of the answers of Anthropic's Messages API, for the OpenAPI description; ``answers`` has the other ones."""
+"""Shapes of the answers of Anthropic's Messages API, for the OpenAPI description; ``answers`` has the other
+ones."""
 
 from typing import Any, Literal
 

@@ -1,4 +1,5 @@
-"""Shapes of the events of streams, for the OpenAPI description; ``answers`` has those of answers in one piece."""
+"""Shapes of the events of streams, for the OpenAPI description; ``answers`` has those of answers in one
+piece."""
 
 from typing import Any, Literal
 
@@ -15,7 +16,13 @@ from server.api.schemas.answers import (
     Timings,
     UsageSchema,
 )
-from server.api.schemas.messages_answers import MessageResponse, MessagesErrorDetail, MessageText, MessageToolUse, MessageUsage
+from server.api.schemas.messages_answers import (
+    MessageResponse,
+    MessagesErrorDetail,
+    MessageText,
+    MessageToolUse,
+    MessageUsage,
+)
 
 _USAGE = Field(None, description="With stream_options.include_usage; null except in the last chunk.")
 _TIMINGS = Field(None, description="With return_timings, in the last chunk of the choices.")
@@ -83,7 +90,13 @@ class ChatCompletionChunk(BaseModel):
 class ResponseEvent(BaseModel):
     """Of the whole response: it begins, or ends."""
 
-    type: Literal["response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"]
+    type: Literal[
+        "response.created",
+        "response.in_progress",
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
+    ]
     sequence_number: int
     response: ResponseObject
 

@@ -14,12 +14,15 @@ MAX_TOKENS = 2**20
 
 
 def _check_tokens(value: object) -> object:
-    """By hand: a report about every element of a long list would take seconds. The vocabulary is checked later."""
+    """By hand: a report about every element of a long list would take seconds. The vocabulary is checked
+    later."""
     if not isinstance(value, list) or not all(type(token) is int for token in value):
         raise PydanticCustomError("invalid_type", "expected a list of token ids")
     if len(value) > MAX_TOKENS:
         limits = {"limit": MAX_TOKENS, "count": len(value)}
-        raise PydanticCustomError("array_above_max_length", "expected at most {limit} token ids, got {count}", limits)
+        raise PydanticCustomError(
+            "array_above_max_length", "expected at most {limit} token ids, got {count}", limits
+        )
     return value
 
 
@@ -35,17 +38,24 @@ class TokenizeRequest(WireModel):
 
     model_config = ConfigDict(
         json_schema_extra={
-            "anyOf": [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in ("prompt", "messages")]
+            "anyOf": [
+                {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
+                for name in ("prompt", "messages")
+            ]
         }
     )
 
     model: str | None = Field(None, max_length=512, description="A served name; the first one when absent.")
     prompt: Annotated[str, Field(max_length=MAX_PROMPT_CHARACTERS), AfterValidator(check_text)] | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(check_num_parts)] | None = (
-        None
-    )
+    messages: (
+        Annotated[
+            list[Message], Field(min_length=1, max_length=MAX_MESSAGES), BeforeValidator(check_num_parts)
+        ]
+        | None
+    ) = None
     add_special_tokens: bool | None = Field(
-        None, description="False: no beginning-of-sequence token is put in front of the prompt. A chat always has exactly one."
+        None,
+        description="False: no beginning-of-sequence token is put in front of the prompt. A chat always has exactly one.",
     )
     add_generation_prompt: bool | None = Field(None, description="Of messages, as for chat completions.")
     continue_final_message: bool | None = Field(None, description="Of messages, as for chat completions.")

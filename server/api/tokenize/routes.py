@@ -1,5 +1,6 @@
-"""GET /tokenizer_info, POST /tokenize and POST /detokenize, at the root where scoring tools look for them. What they say is what
-the generation endpoints do: the same encoding, the same chat template. Texts are encoded and answers written in a worker thread.
+"""GET /tokenizer_info, POST /tokenize and POST /detokenize, at the root where scoring tools look for them.
+What they say is what the generation endpoints do: the same encoding, the same chat template. Texts are
+encoded and answers written in a worker thread.
 """
 
 from typing import Any, TypeVar
@@ -9,7 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.admission import BodyTicket
-from server.api.generation.prompts import chat_conversation, chat_functions, check_token_ids, encode_chat, in_thread
+from server.api.generation.prompts import (
+    chat_conversation,
+    chat_functions,
+    check_token_ids,
+    encode_chat,
+    in_thread,
+)
 from server.api.generation.tools import check_schemas, tool_use
 from server.api.generation.validation import ParsedRequest, parse_request, read_json_object
 from server.api.schemas.answers import DetokenizeResponse, TokenizeResponse, TokenizerInfo
@@ -43,7 +50,9 @@ def tokenizer_info(tokenizer: Tokenizer, max_model_len: int) -> dict[str, Any]:
     }
 
 
-async def _tokenize(state: ServerState, loaded: LoadedEngine, parsed: ParsedRequest[TokenizeRequest]) -> Response:
+async def _tokenize(
+    state: ServerState, loaded: LoadedEngine, parsed: ParsedRequest[TokenizeRequest]
+) -> Response:
     body, tokenizer = parsed.body, loaded.tokenizer
     if body.messages is not None:
         # What a chat refuses is refused here, and what it shows the model by default is shown.
@@ -66,7 +75,9 @@ async def _tokenize(state: ServerState, loaded: LoadedEngine, parsed: ParsedRequ
             "count": len(token_ids),
             "max_model_len": loaded.engine.limits.max_model_len,
             "tokens": token_ids,
-            "token_strs": [tokenizer.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None,
+            "token_strs": [tokenizer.token_text(token_id) for token_id in token_ids]
+            if body.return_token_strs
+            else None,
         }
         return JsonResponse(content, headers=parsed.headers())
 
@@ -85,7 +96,9 @@ def _check_source(body: TokenizeRequest) -> None:
             raise invalid_request(message, param=surplus, code="invalid_value")
 
 
-async def _read(request: Request, model: type[Body], held: BodyTicket) -> tuple[LoadedEngine, ParsedRequest[Body]]:
+async def _read(
+    request: Request, model: type[Body], held: BodyTicket
+) -> tuple[LoadedEngine, ParsedRequest[Body]]:
     state = state_of(request)
     loaded = state.require_loaded()
     value = await read_json_object(request, held, state.settings.read_timeout or None)
@@ -104,7 +117,11 @@ def create_router() -> APIRouter:
         loaded = state_of(request).require_loaded()
         return JsonResponse(tokenizer_info(loaded.tokenizer, loaded.engine.limits.max_model_len))
 
-    @router.post("/tokenize", responses=answers(TokenizeResponse, takes_body=True), openapi_extra=request_body("TokenizeRequest"))
+    @router.post(
+        "/tokenize",
+        responses=answers(TokenizeResponse, takes_body=True),
+        openapi_extra=request_body("TokenizeRequest"),
+    )
     async def tokenize(request: Request) -> Response:
         """The tokens of a prompt or a chat, as the generation endpoints see it."""
         state = state_of(request)
@@ -115,7 +132,9 @@ def create_router() -> APIRouter:
                 return await _tokenize(state, loaded, parsed)
 
     @router.post(
-        "/detokenize", responses=answers(DetokenizeResponse, takes_body=True), openapi_extra=request_body("DetokenizeRequest")
+        "/detokenize",
+        responses=answers(DetokenizeResponse, takes_body=True),
+        openapi_extra=request_body("DetokenizeRequest"),
     )
     async def detokenize(request: Request) -> Response:
         """The text of tokens, control tokens as their literals."""
@@ -126,7 +145,9 @@ def create_router() -> APIRouter:
 
             def answer() -> Response:
                 check_token_ids(tokenizer, tokens, "tokens")
-                return JsonResponse({"prompt": tokenizer.decode(tokens, skip_special_tokens=False)}, headers=parsed.headers())
+                return JsonResponse(
+                    {"prompt": tokenizer.decode(tokens, skip_special_tokens=False)}, headers=parsed.headers()
+                )
 
             with state.admission.text_work():
                 return await in_thread(state, answer)

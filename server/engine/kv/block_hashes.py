@@ -1,5 +1,5 @@
-"""What a block of the prefix cache is known by: a chain of sha256 over salt and tokens, so that a hash names the block's content
-and everything before it. Imports no torch."""
+"""What a block of the prefix cache is known by: a chain of sha256 over salt and tokens, so that a hash names
+the block's content and everything before it. Imports no torch."""
 
 from hashlib import sha256
 from struct import Struct
@@ -15,7 +15,8 @@ class BlockHashes:
         self._pack = Struct(f"{block_size}I").pack
 
     def of(self, request: Request, count: int) -> list[bytes]:
-        """At least the first ``count`` of a request that has the tokens of as many blocks. The list is the request's own."""
+        """At least the first ``count`` of a request that has the tokens of as many blocks. The list is the
+        request's own."""
         hashes, size = request.block_hashes, self._block_size
         while len(hashes) < count:
             start = len(hashes) * size
@@ -25,7 +26,8 @@ class BlockHashes:
 
 
 def chain_root(cache_salt: str | None) -> bytes:
-    """Where a chain starts. Hashed twice: no salt can look like a parent and tokens, whose input is longer."""
+    """Where a chain starts. Hashed twice: no salt can look like a parent and tokens, whose input is
+    longer."""
     return hash_block(b"", sha256((cache_salt or "").encode()).digest())
 
 

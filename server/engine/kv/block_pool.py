@@ -1,7 +1,9 @@
-"""Blocks of one cache group: reference counts, the free queue and the hashes of cached content. Imports no torch.
+"""Blocks of one cache group: reference counts, the free queue and the hashes of cached content. Imports no
+torch.
 
-Every block but the null block (id 0) is in exactly one state: used (reference count > 0), cached (free, its content still
-addressable by hash) or blank (free, no hash). Blank blocks are reused first, then cached ones, least recently used first.
+Every block but the null block (id 0) is in exactly one state: used (reference count > 0), cached (free, its
+content still addressable by hash) or blank (free, no hash). Blank blocks are reused first, then cached ones,
+least recently used first.
 """
 
 from collections import Counter, OrderedDict
@@ -22,7 +24,9 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._blank = list(range(num_blocks - 1, 0, -1))  # a stack; low ids first
-        self._cached: OrderedDict[int, None] = OrderedDict()  # insertion order is recency; a dict finds its first entry slowly
+        self._cached: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # insertion order is recency; a dict finds its first entry slowly
         self._by_hash: dict[bytes, int] = {}
 
     @property
@@ -75,7 +79,8 @@ class BlockPool:
         self._ref_counts[block] += 1
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Give back one reference each; null blocks are skipped. The first one freed is the first one reused."""
+        """Give back one reference each; null blocks are skipped. The first one freed is the first one
+        reused."""
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
@@ -92,7 +97,9 @@ class BlockPool:
         """Make computed, used blocks findable. A second block of the same content stays private."""
         ref_counts, hashes, by_hash = self._ref_counts, self._hashes, self._by_hash
         for block, content_hash in zip(blocks, content_hashes, strict=True):
-            assert ref_counts[block] > 0, f"{self.name} pool: block {block} is published while nobody holds it"
+            assert ref_counts[block] > 0, (
+                f"{self.name} pool: block {block} is published while nobody holds it"
+            )
             assert hashes[block] is None, f"{self.name} pool: block {block} is published twice"
             if by_hash.setdefault(content_hash, block) == block:
                 hashes[block] = content_hash
@@ -118,9 +125,12 @@ class BlockPool:
         self._hashes[block] = None
 
     def check_idle(self) -> None:
-        """Assert that every block is free, blank or cached under its own hash. Takes no time, whatever the size of the pool."""
+        """Assert that every block is free, blank or cached under its own hash. Takes no time, whatever the
+        size of the pool."""
         assert self.num_used == 0, f"{self.name} pool: blocks are held while nothing runs"
-        assert len(self._by_hash) == len(self._cached), f"{self.name} pool: a hash leads to a block that is not cached"
+        assert len(self._by_hash) == len(self._cached), (
+            f"{self.name} pool: a hash leads to a block that is not cached"
+        )
 
     def check_invariants(self, tables: Iterable[Sequence[int]]) -> None:
         """Assert that states partition the pool and reference counts equal the block tables' own count."""
@@ -128,13 +138,27 @@ class BlockPool:
         blank, cached = set(self._blank), set(self._cached)
         assert len(blank) == len(self._blank), f"{self.name} pool: a block is twice in the free list"
         assert not blank & cached, f"{self.name} pool: a block is blank and cached"
-        assert NULL_BLOCK not in blank | cached | set(held), f"{self.name} pool: the null block was handed out"
+        assert NULL_BLOCK not in blank | cached | set(held), (
+            f"{self.name} pool: the null block was handed out"
+        )
         for block in range(1, self.num_blocks):
             count = self._ref_counts[block]
-            assert count == held[block], f"{self.name} pool: block {block} has {count} references, tables hold {held[block]}"
-            assert (count == 0) == (block in blank or block in cached), f"{self.name} pool: block {block} is lost"
+            assert count == held[block], (
+                f"{self.name} pool: block {block} has {count} references, tables hold {held[block]}"
+            )
+            assert (count == 0) == (block in blank or block in cached), (
+                f"{self.name} pool: block {block} is lost"
+            )
             content_hash = self._hashes[block]
-            assert content_hash is None or self._by_hash.get(content_hash) == block, f"{self.name} pool: stale hash"
-            assert block not in blank or content_hash is None, f"{self.name} pool: blank block {block} has a hash"
-            assert block not in cached or content_hash is not None, f"{self.name} pool: cached block {block} has no hash"
-        assert len(self._by_hash) == sum(h is not None for h in self._hashes), f"{self.name} pool: hash index differs"
+            assert content_hash is None or self._by_hash.get(content_hash) == block, (
+                f"{self.name} pool: stale hash"
+            )
+            assert block not in blank or content_hash is None, (
+                f"{self.name} pool: blank block {block} has a hash"
+            )
+            assert block not in cached or content_hash is not None, (
+                f"{self.name} pool: cached block {block} has no hash"
+            )
+        assert len(self._by_hash) == sum(h is not None for h in self._hashes), (
+            f"{self.name} pool: hash index differs"
+        )

@@ -1,7 +1,8 @@
-"""Both block tables of every running request: prefix hits, allocation, recycling behind the window, publishing, freeing.
+"""Both block tables of every running request: prefix hits, allocation, recycling behind the window,
+publishing, freeing.
 
-The global group keeps every token; the local group gives back, right after each step, what the sliding window can no longer
-reach. Sizes come from KVCacheSpec alone. Imports no torch.
+The global group keeps every token; the local group gives back, right after each step, what the sliding window
+can no longer reach. Sizes come from KVCacheSpec alone. Imports no torch.
 """
 
 from collections import Counter
@@ -29,19 +30,24 @@ class BlockTables:
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """A cached prefix, valid in both groups. ``pending``: the next block is being computed by a running request right now."""
+    """A cached prefix, valid in both groups. ``pending``: the next block is being computed by a running
+    request right now."""
 
     num_tokens: int
     global_blocks: list[int]
     local_blocks: list[int]  # the blocks that cover the window before num_tokens
-    limited_by: str | None  # "global" or "local": the pool that ended the hit; None: everything that may hit did
+    limited_by: (
+        str | None
+    )  # "global" or "local": the pool that ended the hit; None: everything that may hit did
     pending: bool = False
 
 
 class KVCacheManager:
     """Owner of both pools and of all block tables."""
 
-    def __init__(self, spec: KVCacheSpec, num_global_blocks: int, num_local_blocks: int, *, prefix_caching: bool) -> None:
+    def __init__(
+        self, spec: KVCacheSpec, num_global_blocks: int, num_local_blocks: int, *, prefix_caching: bool
+    ) -> None:
         self.spec = spec
         self.block_size = spec.block_size
         self.prefix_caching = prefix_caching
@@ -60,7 +66,8 @@ class KVCacheManager:
         return self.global_pool.num_usable * self.block_size
 
     def find_hit(self, request: Request) -> PrefixHit:
-        """Longest cached prefix of the request's tokens: a multiple of the block size, at most ``max_hit_tokens``.
+        """Longest cached prefix of the request's tokens: a multiple of the block size, at most
+        ``max_hit_tokens``.
 
         The global group must hold every block of it; the local group those covering ``[h - W + 1, h)``.
         """
@@ -84,18 +91,21 @@ class KVCacheManager:
         return PrefixHit(count * self.block_size, global_blocks[:count], local_blocks, limited_by, pending)
 
     def _last_in_flight(self, hashes: list[bytes]) -> bytes:
-        """Of blocks that begin with one in flight, the last in an unbroken row of such: blocks of a sequence land in order."""
+        """Of blocks that begin with one in flight, the last in an unbroken row of such: blocks of a sequence
+        land in order."""
         for content_hash, following in pairwise(hashes):
             if following not in self._in_flight:
                 return content_hash
         return hashes[-1]
 
     def still_waits(self, request: Request) -> bool:
-        """Whether ``find_hit`` would say pending again: cheap, for the many copies of one long prompt that wait in every step."""
+        """Whether ``find_hit`` would say pending again: cheap, for the many copies of one long prompt that
+        wait in every step."""
         return request.awaited_block is not None and request.awaited_block in self._in_flight
 
     def _longest_local_hit(self, hashes: list[bytes], longest: int) -> int:
-        """Largest count <= longest such that every local block in [first_local_block(count * B), count) is held."""
+        """Largest count <= longest such that every local block in [first_local_block(count * B), count) is
+        held."""
         count = index = longest
         while index > self.spec.first_local_block(count * self.block_size):
             index -= 1
@@ -109,7 +119,8 @@ class KVCacheManager:
         return block
 
     def num_blocks_to_admit(self, hit: PrefixHit, num_tokens: int) -> int:
-        """Free global blocks that admission takes away: new ones up to ``num_tokens``, and cached ones that the hit revives."""
+        """Free global blocks that admission takes away: new ones up to ``num_tokens``, and cached ones that
+        the hit revives."""
         new = self.spec.blocks(num_tokens).global_blocks - len(hit.global_blocks)
         return new + self.global_pool.num_free_among(hit.global_blocks)
 
@@ -129,7 +140,10 @@ class KVCacheManager:
         num_blocks = len(hit.global_blocks)
         first = num_blocks - len(hit.local_blocks)
         tables = BlockTables(
-            list(hit.global_blocks), [NULL_BLOCK] * first + hit.local_blocks, self.rows.take(), num_recycled=first
+            list(hit.global_blocks),
+            [NULL_BLOCK] * first + hit.local_blocks,
+            self.rows.take(),
+            num_recycled=first,
         )
         self.rows.append(tables.row, 0, tables.global_blocks, tables.local_blocks)
         self.tables[request.request_id] = tables
@@ -142,7 +156,8 @@ class KVCacheManager:
             self._in_flight.update(hashes)
 
     def allocate(self, request: Request, num_new_tokens: int) -> bool:
-        """Grow both tables to hold ``num_new_tokens`` more; all or nothing. False when the global pool has too few blocks."""
+        """Grow both tables to hold ``num_new_tokens`` more; all or nothing. False when the global pool has
+        too few blocks."""
         tables = self.tables[request.spec.request_id]
         total = self.spec.global_blocks(request.num_computed_tokens + num_new_tokens)
         held = len(tables.global_blocks)
@@ -151,7 +166,8 @@ class KVCacheManager:
             return True
         if num_new > self.global_pool.num_free:
             return False
-        # The local pool is sized so that this can't fail (KVCacheSpec.local_pool_blocks); allocate() asserts it.
+        # The local pool is sized so that this can't fail (KVCacheSpec.local_pool_blocks); allocate() asserts
+        # it.
         local_blocks, global_blocks = self.local_pool.allocate(num_new), self.global_pool.allocate(num_new)
         self.rows.append(tables.row, held, global_blocks, local_blocks)
         tables.local_blocks += local_blocks
@@ -178,8 +194,8 @@ class KVCacheManager:
         return True
 
     def commit_each(self, requests: Sequence[Request]) -> None:
-        """``commit`` of each, where the step's only token of each was the last one of a block. The same done together: this is
-        a large part of what a step of hundreds of decodes costs."""
+        """``commit`` of each, where the step's only token of each was the last one of a block. The same done
+        together: this is a large part of what a step of hundreds of decodes costs."""
         rows, indices, recycled = [], [], []
         hashes, global_blocks, local_blocks = [], [], []
         size, in_flight, first_local_block = self.block_size, self._in_flight_of, self.spec.first_local_block
@@ -234,7 +250,8 @@ class KVCacheManager:
             self.num_recycled += len(recycled)
 
     def free(self, request: Request) -> None:
-        """Give back everything a request holds. Its last blocks are reused first, so that shared beginnings live longest."""
+        """Give back everything a request holds. Its last blocks are reused first, so that shared beginnings
+        live longest."""
         tables = self.tables.pop(request.request_id)
         self.rows.give_back(tables.row, len(tables.global_blocks))
         self.global_pool.free(reversed(tables.global_blocks))
@@ -264,20 +281,27 @@ class KVCacheManager:
             pool.write_stats(stats.pools[pool.name], self.block_size)
 
     def check_invariants(self) -> None:
-        """Assert both pools' partition and reference counts, and that no table keeps a local block behind its window."""
+        """Assert both pools' partition and reference counts, and that no table keeps a local block behind its
+        window."""
         self.global_pool.check_invariants(tables.global_blocks for tables in self.tables.values())
         self.local_pool.check_invariants(tables.local_blocks for tables in self.tables.values())
         for tables in self.tables.values():
             assert NULL_BLOCK not in tables.global_blocks, "a global table has a hole"
             assert all(block == NULL_BLOCK for block in tables.local_blocks[: tables.num_recycled])
-            assert NULL_BLOCK not in tables.local_blocks[tables.num_recycled :], "a local table has a hole inside the window"
+            assert NULL_BLOCK not in tables.local_blocks[tables.num_recycled :], (
+                "a local table has a hole inside the window"
+            )
             length = len(tables.global_blocks)
             assert len(tables.local_blocks) == length
-            for rows, blocks in zip(self.rows.blocks[:, tables.row], (tables.global_blocks, tables.local_blocks), strict=True):
+            for rows, blocks in zip(
+                self.rows.blocks[:, tables.row], (tables.global_blocks, tables.local_blocks), strict=True
+            ):
                 assert rows[:length].tolist() == blocks, "the row of a table differs from it"
                 assert not rows[length:].any(), "a row is longer than its table"
         taken = {tables.row for tables in self.tables.values()}
-        assert len(taken) == len(self.tables) == self.rows.num_taken, "a row belongs to two tables, or to none"
+        assert len(taken) == len(self.tables) == self.rows.num_taken, (
+            "a row belongs to two tables, or to none"
+        )
         if not self.tables:
             self.check_idle()
 

@@ -1,5 +1,5 @@
-"""Requests that decode together, the same ones from step to step: what is asked of each of them in each step, as arrays, so
-that a step of hundreds of them costs the host little. Imports no torch."""
+"""Requests that decode together, the same ones from step to step: what is asked of each of them in each step,
+as arrays, so that a step of hundreds of them costs the host little. Imports no torch."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -18,7 +18,8 @@ class DecodeGroup:
     """It holds as long as its requests, and no others, run and get a token each in every step."""
 
     def __init__(self, requests: list[Request], block_size: int) -> None:
-        """Of requests all of whose tokens but the last are computed, or are by the step that ``advance`` tells of."""
+        """Of requests all of whose tokens but the last are computed, or are by the step that ``advance``
+        tells of."""
         self.requests = requests
         lengths = [request.num_tokens for request in requests]
         self.num_tokens = np.array(lengths, dtype=np.int64)
@@ -30,7 +31,9 @@ class DecodeGroup:
             self._beginning[-length % block_size].append(request)
         self._num_steps = 0
         # Tokens until the first of them has as many as it may.
-        self._steps_left = min(request.max_num_tokens - length for request, length in zip(requests, lengths, strict=True))
+        self._steps_left = min(
+            request.max_num_tokens - length for request, length in zip(requests, lengths, strict=True)
+        )
         self._token_lists = [request.token_ids for request in requests]
         self._num_cached_tokens = [request.num_cached_tokens for request in requests]
         self._timings = [request.timings for request in requests]
@@ -72,21 +75,30 @@ class DecodeGroup:
         lists = [[token_id] for token_id in token_ids]
         nothing = repeat(None)
         return map(
-            _new_output, zip(lists, self._num_cached_tokens, self._timings, repeat(()), nothing, nothing, nothing, nothing)
+            _new_output,
+            zip(
+                lists, self._num_cached_tokens, self._timings, repeat(()), nothing, nothing, nothing, nothing
+            ),
         )
 
     def check(self, block_size: int) -> None:
         """Assert that the group says what the requests say."""
-        assert self._steps_left == min(request.max_num_tokens - request.num_tokens for request in self.requests)
-        assert self.begins_block == [r for r in self.requests if self._num_steps and r.num_computed_tokens % block_size == 0]
-        for request, num_tokens, last in zip(self.requests, self.num_tokens, self.last_token_ids, strict=True):
+        assert self._steps_left == min(
+            request.max_num_tokens - request.num_tokens for request in self.requests
+        )
+        assert self.begins_block == [
+            r for r in self.requests if self._num_steps and r.num_computed_tokens % block_size == 0
+        ]
+        for request, num_tokens, last in zip(
+            self.requests, self.num_tokens, self.last_token_ids, strict=True
+        ):
             assert (request.num_tokens, request.num_computed_tokens) == (num_tokens, num_tokens - 1)
             assert request.token_ids[-1] == last
 
 
 class GroupOutputs(Sequence[tuple[Request, TokenOutput]]):
-    """What a step yielded for a group that goes on. The outputs themselves are made by whoever reads them: the event loop's
-    thread, beside the next step."""
+    """What a step yielded for a group that goes on. The outputs themselves are made by whoever reads them:
+    the event loop's thread, beside the next step."""
 
     def __init__(self, group: DecodeGroup, token_ids: list[int]) -> None:
         self._group = group
@@ -104,5 +116,7 @@ class GroupOutputs(Sequence[tuple[Request, TokenOutput]]):
     @overload
     def __getitem__(self, index: slice) -> list[tuple[Request, TokenOutput]]: ...
 
-    def __getitem__(self, index: int | slice) -> tuple[Request, TokenOutput] | list[tuple[Request, TokenOutput]]:
+    def __getitem__(
+        self, index: int | slice
+    ) -> tuple[Request, TokenOutput] | list[tuple[Request, TokenOutput]]:
         return list(self)[index]

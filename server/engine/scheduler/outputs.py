@@ -1,4 +1,5 @@
-"""What a result of the model adds to its request, and whether it ends it: the output that the client gets. Imports no torch."""
+"""What a result of the model adds to its request, and whether it ends it: the output that the client gets.
+Imports no torch."""
 
 from collections.abc import Callable
 
@@ -7,11 +8,14 @@ from server.engine.request import FinishReason, Request, TokenOutput
 
 
 def append_result(request: Request, result: ChunkResult, clock: Callable[[], float]) -> TokenOutput:
-    """Give a request the tokens of a result without an error. The output says whether the request has ended."""
+    """Give a request the tokens of a result without an error. The output says whether the request has
+    ended."""
     request.token_ids.extend(result.token_ids)
     if request.grammar is not None:
         for token_id in result.token_ids:
-            if token_id not in request.sampling.stop_token_ids:  # these end the request, and the grammar lets them
+            if (
+                token_id not in request.sampling.stop_token_ids
+            ):  # these end the request, and the grammar lets them
                 request.grammar.accept(token_id)
     reason, stop_token_id = _finish_reason(request)
     is_first, request.has_output = not request.has_output, True
@@ -22,7 +26,9 @@ def append_result(request: Request, result: ChunkResult, clock: Callable[[], flo
         num_cached_tokens=request.num_cached_tokens,
         timings=request.timings,
         logprobs=result.logprobs,
-        prompt_logprobs=request.prompt_logprobs if is_first and request.sampling.prompt_logprobs is not None else None,
+        prompt_logprobs=request.prompt_logprobs
+        if is_first and request.sampling.prompt_logprobs is not None
+        else None,
         finish_reason=reason,
         stop_token_id=stop_token_id,
         mean_hidden=None if request.hidden_sum is None else request.hidden_sum / request.num_prompt_tokens,

@@ -28,14 +28,15 @@ class ScheduledChunk:
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """One step. ``decodes`` are requests that run the token sampled last, and nothing else; ``prefills`` all others."""
+    """One step. ``decodes`` are requests that run the token sampled last, and nothing else; ``prefills`` all
+    others."""
 
     decodes: list[Request] = field(default_factory=list)
     prefills: list[ScheduledChunk] = field(default_factory=list)
     num_preempted: int = 0
     group: DecodeGroup | None = None  # of ``decodes``, where they are the same as in the step before
-    # Of a step that is launched before the results of the one before it: tokens of each of ``decodes`` without the one that is
-    # drawn there, and its place in that step; None: all of them, in the same order.
+    # Of a step that is launched before the results of the one before it: tokens of each of ``decodes``
+    # without the one that is drawn there, and its place in that step; None: all of them, in the same order.
     num_tokens_before: "npt.NDArray[np.int64] | None" = None
     of_batch_before: "npt.NDArray[np.int64] | None" = None
 

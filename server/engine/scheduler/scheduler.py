@@ -1,9 +1,9 @@
 """Which requests run in the next step, and how many tokens of each; what a finished step means for them.
 
-Running requests go first (decodes, then half-done prefills), then waiting ones, first come first served among those of the lowest
-priority number, in chunks within ``max_num_batched_tokens``. Only the global pool drives admission; when it runs dry, the request
-admitted last among those of the highest number is preempted and later recomputed from its tokens. Imports no torch, keeps no
-clock of its own.
+Running requests go first (decodes, then half-done prefills), then waiting ones, first come first served among
+those of the lowest priority number, in chunks within ``max_num_batched_tokens``. Only the global pool drives
+admission; when it runs dry, the request admitted last among those of the highest number is preempted and
+later recomputed from its tokens. Imports no torch, keeps no clock of its own.
 """
 
 from bisect import bisect_left, bisect_right
@@ -23,12 +23,14 @@ from server.engine.stats import EngineStats
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of a step. ``max_model_len`` is the effective one: at most what the cache can hold for a single sequence."""
+    """Limits of a step. ``max_model_len`` is the effective one: at most what the cache can hold for a single
+    sequence."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    # Tests only: admit on the first chunk instead of the whole prompt, so that preemption happens in every run.
+    # Tests only: admit on the first chunk instead of the whole prompt, so that preemption happens in every
+    # run.
     over_admission: bool = False
 
 
@@ -52,23 +54,39 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.clock = clock
-        self.waiting: deque[Request] = deque()  # by priority; within one, the preempted, then the new in order of arrival
+        self.waiting: deque[Request] = (
+            deque()
+        )  # by priority; within one, the preempted, then the new in order of arrival
         self.running: list[Request] = []  # in order of admission
-        self._group: DecodeGroup | None = None  # the last step, if all of it just got a token; void once one has gone
+        self._group: DecodeGroup | None = (
+            None  # the last step, if all of it just got a token; void once one has gone
+        )
         # The step that runs already while the results of the one before it are taken; these then come next.
         self.ahead: ScheduledBatch | None = None
-        self._held: list[Request] = []  # have ended, and their blocks are in use until the results of the step ahead are there
-        self._may_admit = True  # False: nothing that waits can be admitted until one comes first in the queue, or any goes
+        self._held: list[
+            Request
+        ] = []  # have ended, and their blocks are in use until the results of the step ahead are there
+        self._may_admit = (
+            True  # False: nothing that waits can be admitted until one comes first in the queue, or any goes
+        )
         self.stats = EngineStats()
-        # Prefill tokens in a step that also decodes; the step loop lowers it so that prefills don't stall running streams.
+        # Prefill tokens in a step that also decodes; the step loop lowers it so that prefills don't stall
+        # running streams.
         self.mixed_prefill_tokens = config.max_num_batched_tokens
-        self.max_step_tokens = config.max_num_batched_tokens  # of a step that prefills; less after one found no memory
-        # A share of the pool is left free at admission, so that what runs can grow before anything is preempted.
+        self.max_step_tokens = (
+            config.max_num_batched_tokens
+        )  # of a step that prefills; less after one found no memory
+        # A share of the pool is left free at admission, so that what runs can grow before anything is
+        # preempted.
         self._watermark = kv.global_pool.num_usable // 100
 
     def add(self, request: Request) -> None:
-        assert request.num_tokens <= self.config.max_model_len, "the caller checks that a request can ever fit"
-        request.max_num_tokens = min(request.num_prompt_tokens + request.sampling.max_tokens, self.config.max_model_len)
+        assert request.num_tokens <= self.config.max_model_len, (
+            "the caller checks that a request can ever fit"
+        )
+        request.max_num_tokens = min(
+            request.num_prompt_tokens + request.sampling.max_tokens, self.config.max_model_len
+        )
         index = bisect_right(self.waiting, request.spec.priority, key=_priority)
         self.waiting.insert(index, request)
         if index == 0:  # behind one that cannot be admitted, it cannot either
@@ -89,7 +107,10 @@ class Scheduler:
         for request in expired:
             self.abort(request)
             request.timings.finished = now
-        return [(r, RequestExpiredError("The request was queued for longer than its client would wait.")) for r in expired]
+        return [
+            (r, RequestExpiredError("The request was queued for longer than its client would wait."))
+            for r in expired
+        ]
 
     def schedule(self) -> ScheduledBatch:
         """Choose the next step's chunks and allocate their blocks."""
@@ -107,15 +128,15 @@ class Scheduler:
         return batch
 
     def schedule_ahead(self, batch: ScheduledBatch) -> ScheduledBatch | None:
-        """The step after ``batch``, all of whose tokens are plain draws that are not known yet; None where they must be. Nothing
-        is admitted or preempted."""
+        """The step after ``batch``, all of whose tokens are plain draws that are not known yet; None where
+        they must be. Nothing is admitted or preempted."""
         if batch.prefills or (self.waiting and self._may_admit):
             return None
         return batch_ahead(batch, self._group, self.running, self.kv)
 
     def _schedule_decodes(self, batch: ScheduledBatch) -> list[Request]:
-        """Schedules every request with one uncomputed token; the others are returned. While the same ones decode from step to
-        step, nothing is done but for those that begin a block."""
+        """Schedules every request with one uncomputed token; the others are returned. While the same ones
+        decode from step to step, nothing is done but for those that begin a block."""
         decodes, prefills = batch.decodes, batch.prefills
         group = self._group
         if group is not None and len(group.requests) == len(self.running):
@@ -160,13 +181,15 @@ class Scheduler:
         return used
 
     def _chunk(self, request: Request, budget: int, others: bool) -> int:
-        """Tokens of a prefill to run: half of the budget while others want some of it too, so that short ones get through."""
+        """Tokens of a prefill to run: half of the budget while others want some of it too, so that short ones
+        get through."""
         if others:
             budget = min(budget, max(self.kv.block_size, budget // 2))
         return min(request.num_uncomputed_tokens, budget)
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int, batch: ScheduledBatch) -> bool:
-        """Allocate, preempting from the tail while the global pool is dry. False when the request itself had to go."""
+        """Allocate, preempting from the tail while the global pool is dry. False when the request itself had
+        to go."""
         while not self.kv.allocate(request, num_tokens):
             victim = max(reversed(self.running), key=_priority)  # the first of equals: the last admitted
             self._preempt(victim)
@@ -200,7 +223,8 @@ class Scheduler:
             hit = self.kv.find_hit(request)
             if hit.pending:
                 num_pending += 1
-                continue  # a running request computes the next block of this very prefix: wait for it, compute it once
+                # a running request computes the next block of this very prefix: wait for it, compute it once
+                continue
             request.num_computed_tokens = hit.num_tokens
             chunk = self._chunk(request, budget - used, others=request is not self.waiting[-1])
             target = hit.num_tokens + chunk if self.config.over_admission else request.num_tokens
@@ -215,14 +239,17 @@ class Scheduler:
             assert allocated, "admission counted too few blocks"
             self._count_admission(request, hit.num_tokens, hit.limited_by)
             if _decodes(request):
-                batch.append_decode(request)  # it was preempted, and finds all but its last token in the prefix cache
+                batch.append_decode(
+                    request
+                )  # it was preempted, and finds all but its last token in the prefix cache
             else:
                 batch.prefills.append(ScheduledChunk(request, chunk))
             used += chunk
         return used
 
     def _fits(self, num_blocks: int) -> bool:
-        """Whether admission leaves what running requests still need, and a watermark. Never says no when nothing runs."""
+        """Whether admission leaves what running requests still need, and a watermark. Never says no when
+        nothing runs."""
         free = self.kv.global_pool.num_free
         if not self.running or self.config.over_admission:
             return num_blocks <= free
@@ -250,7 +277,8 @@ class Scheduler:
                 budget -= more
 
     def update(self, batch: ScheduledBatch, results: Sequence[ChunkResult]) -> Sequence[RequestEvent]:
-        """Take a step's results, first the decodes': advance, publish and recycle, append sampled tokens, finish what is done."""
+        """Take a step's results, first the decodes': advance, publish and recycle, append sampled tokens,
+        finish what is done."""
         self._release_held()
         of_decodes = self._update_decodes(batch, results)
         if not batch.prefills:
@@ -269,9 +297,15 @@ class Scheduler:
                 continue
             self.kv.commit(request)
             if result.hidden_sum is not None:
-                request.hidden_sum = result.hidden_sum if request.hidden_sum is None else request.hidden_sum + result.hidden_sum
+                request.hidden_sum = (
+                    result.hidden_sum
+                    if request.hidden_sum is None
+                    else request.hidden_sum + result.hidden_sum
+                )
             # Positions recomputed after a preemption yield log-probabilities that are already there.
-            request.prompt_logprobs.extend(result.prompt_logprobs[max(0, len(request.prompt_logprobs) - position) :])
+            request.prompt_logprobs.extend(
+                result.prompt_logprobs[max(0, len(request.prompt_logprobs) - position) :]
+            )
             if samples or request.num_uncomputed_tokens == 0:
                 events.append(self._append(request, result))
         return events
@@ -281,7 +315,9 @@ class Scheduler:
             self.kv.free(request)
         self._held = []
 
-    def _update_decodes(self, batch: ScheduledBatch, results: Sequence[ChunkResult]) -> Sequence[RequestEvent]:
+    def _update_decodes(
+        self, batch: ScheduledBatch, results: Sequence[ChunkResult]
+    ) -> Sequence[RequestEvent]:
         if isinstance(results, SampledTokens):
             requests, token_ids = batch.decodes, results.token_ids
             if len(requests) > len(self.running):  # some have ended since the step was launched
@@ -295,7 +331,8 @@ class Scheduler:
         return [self._update_decode(request, result) for request, result in each if request.status is RUNNING]
 
     def _update_group(self, requests: list[Request], token_ids: list[int]) -> Sequence[RequestEvent]:
-        """``_update_decode`` of each. Hundreds of them get their next token in each step, and nothing else is to be done."""
+        """``_update_decode`` of each. Hundreds of them get their next token in each step, and nothing else is
+        to be done."""
         group = self._group
         if group is None or group.requests != requests:
             group = self._group = DecodeGroup(requests, self.kv.block_size)
@@ -353,7 +390,8 @@ class Scheduler:
         self.kv.write_stats(self.stats)
 
     def check_idle(self) -> None:
-        """Assert that nothing is held while nothing runs. Quick whatever the size of the pools: it delays an answer's end."""
+        """Assert that nothing is held while nothing runs. Quick whatever the size of the pools: it delays an
+        answer's end."""
         assert not self.has_work
         assert not self.kv.tables, "block tables are left while nothing runs"
         self.kv.check_idle()

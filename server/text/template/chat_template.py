@@ -1,7 +1,8 @@
-"""Chat messages, in the order of `merge_messages`, to prompt text: `ChatTemplate` renders them with a Jinja template in
-a bounded sandbox. Text of a message can never complete a control-token literal in the rendered prompt: inside message
-text a sentinel character follows every character that could begin such a literal, and the caller removes it only after
-the literals of the template itself have been cut out. Everything a user can cause is a ChatTemplateError."""
+"""Chat messages, in the order of `merge_messages`, to prompt text: `ChatTemplate` renders them with a Jinja
+template in a bounded sandbox. Text of a message can never complete a control-token literal in the rendered
+prompt: inside message text a sentinel character follows every character that could begin such a literal, and
+the caller removes it only after the literals of the template itself have been cut out. Everything a user can
+cause is a ChatTemplateError."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -26,17 +27,21 @@ class ControlLiterals:
     def __init__(self, literals: Iterable[str]) -> None:
         self._literals = frozenset(literals)
         self.first_characters = "".join(sorted({literal[0] for literal in self._literals}))
-        self._tails = frozenset(literal[start:] for literal in self._literals for start in range(1, len(literal)))
+        self._tails = frozenset(
+            literal[start:] for literal in self._literals for start in range(1, len(literal))
+        )
         self._all_but_first = "\0".join(literal[1:] for literal in self._literals)
         self._longest = max(map(len, self._literals), default=0)
 
     def mark(self, text: str, sentinel: str) -> str:
-        """Text in which no control literal can begin, and which cannot continue one that the template began."""
+        """Text in which no control literal can begin, and which cannot continue one that the template
+        began."""
         for character in self.first_characters:
             text = text.replace(character, character + sentinel)
         stripped = text.lstrip()
         if self._continues_a_literal(stripped):
-            # In front of the first visible character, so that a template that trims the text still sees the same white space.
+            # In front of the first visible character, so that a template that trims the text still sees the
+            # same white space.
             text = text[: len(text) - len(stripped)] + sentinel + stripped
         return text
 
@@ -50,7 +55,8 @@ class ChatTemplate:
     """A compiled template; immutable, so any number of threads may render at once."""
 
     def __init__(self, source: str | None = None) -> None:
-        """`source`: Jinja text, or None for the built-in Gemma 3 template. Raises ChatTemplateError if it does not compile."""
+        """`source`: Jinja text, or None for the built-in Gemma 3 template. Raises ChatTemplateError if it
+        does not compile."""
         self.is_builtin = source is None
         self.source = BUILTIN_TEMPLATE_FILE.read_text(encoding="utf-8") if source is None else source
         self._environment = SandboxedTemplateEnvironment()
@@ -59,7 +65,8 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
             where = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise ChatTemplateError(
-                f"The chat template is not valid Jinja{where}: {error}. Give a correct one with --chat-template.", "chat_template"
+                f"The chat template is not valid Jinja{where}: {error}. Give a correct one with --chat-template.",
+                "chat_template",
             ) from error
         self._takes_parts = self._probe_parts()
 
@@ -73,7 +80,8 @@ class ChatTemplate:
         bos_token: str = "<bos>",
         eos_token: str = "<eos>",
     ) -> tuple[str, str]:
-        """Returns (rendered text, sentinel): cut the text at the control literals first, then remove the sentinel.
+        """Returns (rendered text, sentinel): cut the text at the control literals first, then remove the
+        sentinel.
 
         ``continue_final_message``: the text ends with the last message, whose turn stays open.
         """
@@ -81,14 +89,21 @@ class ChatTemplate:
         shown = [self._as_dict(message, literals, sentinel) for message in messages]
         space = _mark_end(shown[-1], end_mark) if continue_final_message else ""
         rendered = self._generate(
-            messages=shown, add_generation_prompt=add_generation_prompt, bos_token=bos_token, eos_token=eos_token
+            messages=shown,
+            add_generation_prompt=add_generation_prompt,
+            bos_token=bos_token,
+            eos_token=eos_token,
         )
         if continue_final_message:
             rendered, mark, rest = rendered.rpartition(end_mark)
             if not mark:
-                raise ChatTemplateError("continue_final_message: the chat template does not show the last message.")
+                raise ChatTemplateError(
+                    "continue_final_message: the chat template does not show the last message."
+                )
             rendered = rendered.replace(end_mark, "")
-            rendered += space if rest.startswith(space) else ""  # a template that trims its messages trims this one too
+            rendered += (
+                space if rest.startswith(space) else ""
+            )  # a template that trims its messages trims this one too
         return rendered, sentinel
 
     def _generate(self, **variables: Any) -> str:
@@ -98,11 +113,15 @@ class ChatTemplate:
             raise ChatTemplateError(f"The chat template was stopped: {error}.") from error
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"The chat template refused the messages: {error}") from error
-        except Exception as error:  # The template is a foreign program: whatever it raises is an error of this request alone.
-            raise ChatTemplateError(f"The chat template failed: {type(error).__name__}: {str(error)[:200]}") from error
+        # The template is a foreign program: whatever it raises is an error of this request alone.
+        except Exception as error:
+            raise ChatTemplateError(
+                f"The chat template failed: {type(error).__name__}: {str(error)[:200]}"
+            ) from error
 
     def _probe_parts(self) -> bool:
-        """Whether the template prints the text of multi-part content; otherwise the parts are joined before it sees them."""
+        """Whether the template prints the text of multi-part content; otherwise the parts are joined before
+        it sees them."""
         try:
             rendered = self._generate(
                 messages=[{"role": "user", "content": [{"type": "text", "text": _PROBE}]}],
@@ -124,15 +143,22 @@ class ChatTemplate:
     def _unused_characters(self, messages: Sequence[ChatMessage], count: int) -> list[str]:
         used = set(self.source).union(*(message.text for message in messages))
         candidates = map(chr, itertools.chain.from_iterable(_SENTINEL_RANGES))
-        found = list(itertools.islice((character for character in candidates if character not in used), count))
+        found = list(
+            itertools.islice((character for character in candidates if character not in used), count)
+        )
         if len(found) < count:
-            raise ChatTemplateError("The messages use every private-use character of Unicode: none is left to mark their text.")
+            raise ChatTemplateError(
+                "The messages use every private-use character of Unicode: none is left to mark their text."
+            )
         return found
 
 
 def _mark_end(message: dict[str, Any], end_mark: str) -> str:
-    """Puts the mark behind the last visible character of the message's text; returns the white space that follows it."""
-    holder, key = (message, "content") if isinstance(message["content"], str) else (message["content"][-1], "text")
+    """Puts the mark behind the last visible character of the message's text; returns the white space that
+    follows it."""
+    holder, key = (
+        (message, "content") if isinstance(message["content"], str) else (message["content"][-1], "text")
+    )
     text: str = holder[key]
     visible = text.rstrip()
     space = text[len(visible) :]

@@ -1,7 +1,7 @@
-"""Jinja for templates that come with a checkpoint and are therefore foreign programs. Python's internals are out of
-reach (jinja2's immutable sandbox), and a render is bounded: loop iterations and calls, sizes of intermediate values,
-output, and time. The bounds stop runaway and known hostile templates with a RenderLimitError; the values are far
-above what any chat needs."""
+"""Jinja for templates that come with a checkpoint and are therefore foreign programs. Python's internals are
+out of reach (jinja2's immutable sandbox), and a render is bounded: loop iterations and calls, sizes of
+intermediate values, output, and time. The bounds stop runaway and known hostile templates with a
+RenderLimitError; the values are far above what any chat needs."""
 
 import functools
 import json
@@ -66,7 +66,8 @@ def _check_widths(values: Iterable[Any]) -> None:
 
 
 def _with_small_widths(function: Callable[..., Any], format_first: bool = False) -> Callable[..., Any]:
-    """The same filter, refusing large numbers. functools.wraps keeps jinja's marks for the extra first argument."""
+    """The same filter, refusing large numbers. functools.wraps keeps jinja's marks for the extra first
+    argument."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -118,11 +119,18 @@ def _replace(context: Context, value: Any, old: str, new: str, count: int | None
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
-    # No HTML escapes, unlike jinja's own filter: the text goes to a model, and Hugging Face templates are written for that.
+    # No HTML escapes, unlike jinja's own filter: the text goes to a model, and Hugging Face templates are
+    # written for that.
     _check_widths([indent])
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> str:
@@ -134,13 +142,17 @@ def _strftime_now(pattern: str) -> str:
 
 
 class SandboxedTemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Compiles chat templates as Hugging Face does (trim_blocks, lstrip_blocks, loop controls, raise_exception)."""
+    """Compiles chat templates as Hugging Face does (trim_blocks, lstrip_blocks, loop controls,
+    raise_exception)."""
 
     intercepted_binops: ClassVar[frozenset[str]] = frozenset({"*", "**", "+", "%"})  # type: ignore[misc]
 
     def __init__(self) -> None:
-        # optimized=False: constant folding would evaluate parts of a template while it is compiled, outside any budget.
-        super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=["jinja2.ext.loopcontrols"])
+        # optimized=False: constant folding would evaluate parts of a template while it is compiled, outside
+        # any budget.
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=["jinja2.ext.loopcontrols"]
+        )
         for name in ("lipsum", "cycler", "joiner"):
             self.globals.pop(name, None)
         self.globals["raise_exception"] = _raise_exception
@@ -154,7 +166,9 @@ class SandboxedTemplateEnvironment(ImmutableSandboxedEnvironment):
         self.filters[_CONCATENATE] = _concatenate
         self.filters[_COUNT_ITERATIONS] = _count_iterations
 
-    def render_bounded(self, template: jinja2.Template, variables: Mapping[str, Any], budget: RenderBudget) -> str:
+    def render_bounded(
+        self, template: jinja2.Template, variables: Mapping[str, Any], budget: RenderBudget
+    ) -> str:
         pieces: list[str] = []
         length = 0
         for piece in template.generate({**variables, _BUDGET_NAME: budget}):
@@ -172,7 +186,8 @@ class SandboxedTemplateEnvironment(ImmutableSandboxedEnvironment):
         return self._bound_concatenation(template)
 
     def _bound_concatenation(self, template: nodes.Template) -> nodes.Template:
-        """Turns every `a ~ b` into a call of the bounded filter: unlike `+`, jinja does not let an environment intercept it."""
+        """Turns every `a ~ b` into a call of the bounded filter: unlike `+`, jinja does not let an
+        environment intercept it."""
         pending: list[nodes.Node] = [template]
         while pending:
             node = pending.pop()
@@ -202,7 +217,11 @@ class SandboxedTemplateEnvironment(ImmutableSandboxedEnvironment):
             if _WIDTH_IN_FORMAT.search(left):
                 raise RenderLimitError(f"it asks for a width above {MAX_WIDTH}")
         elif operator == "**":
-            if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MAX_INTEGER_BITS:
+            if (
+                isinstance(left, int)
+                and isinstance(right, int)
+                and left.bit_length() * right > MAX_INTEGER_BITS
+            ):
                 raise RenderLimitError("it computes with huge numbers")
         elif operator == "*":
             if isinstance(left, int) and isinstance(right, int):
@@ -226,7 +245,9 @@ class SandboxedTemplateEnvironment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     @staticmethod
-    def _check_string_method(budget: RenderBudget, text: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_string_method(
+        budget: RenderBudget, text: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if method in ("center", "ljust", "rjust", "zfill", "expandtabs"):
             _check_widths([*args, *kwargs.values()])
         elif method in ("format", "format_map") and _WIDTH_IN_FORMAT.search(text):
@@ -234,4 +255,6 @@ class SandboxedTemplateEnvironment(ImmutableSandboxedEnvironment):
         elif method == "replace" and len(args) >= 2:
             budget.check_size(len(text) + text.count(str(args[0])) * len(str(args[1])))
         elif method == "join" and args:
-            budget.check_size(_joined_length(text, list(args[0])) if isinstance(args[0], (list, tuple)) else 0)
+            budget.check_size(
+                _joined_length(text, list(args[0])) if isinstance(args[0], (list, tuple)) else 0
+            )

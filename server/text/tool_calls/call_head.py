@@ -1,11 +1,11 @@
-"""The beginning of a call of a function in a text: from blanks, a fence, a list or the object's brace up to its arguments, read
-as far as the text goes. ``call_parser`` says where calls may stand."""
+"""The beginning of a call of a function in a text: from blanks, a fence, a list or the object's brace up to
+its arguments, read as far as the text goes. ``call_parser`` says where calls may stand."""
 
 from dataclasses import dataclass
 
 FENCE = "```"
-# A beginning that is longer is none: a model that writes blanks without an end has its text sent on. It is read anew with every
-# token that is added to it, in the event loop.
+# A beginning that is longer is none: a model that writes blanks without an end has its text sent on. It is
+# read anew with every token that is added to it, in the event loop.
 MAX_HEAD_CHARACTERS = 1000
 _FENCE_NAMES = ("json", "tool_code", "tool_call", "tool_calls", "")
 
@@ -34,8 +34,8 @@ class CallHead:
 
 
 class Reader:
-    """Reads expected characters. The end of the text is an IncompleteError, anything unexpected a MismatchError, and so is
-    everything beyond MAX_HEAD_CHARACTERS."""
+    """Reads expected characters. The end of the text is an IncompleteError, anything unexpected a
+    MismatchError, and so is everything beyond MAX_HEAD_CHARACTERS."""
 
     def __init__(self, text: str) -> None:
         self.position = 0
@@ -74,7 +74,9 @@ class Reader:
     def word(self, words: tuple[str, ...]) -> None:
         """Exactly one of them: what follows is no letter."""
         start = self.position
-        while self.position < len(self._text) and (self._text[self.position].isalnum() or self._text[self.position] == "_"):
+        while self.position < len(self._text) and (
+            self._text[self.position].isalnum() or self._text[self.position] == "_"
+        ):
             self.position += 1
         found = self._text[start : self.position]
         if self.position == len(self._text) and any(word.startswith(found) for word in words):

@@ -1,13 +1,14 @@
-"""Finds calls of functions in a text while it is being generated. A call stands at the start of the text or of a line:
+"""Finds calls of functions in a text while it is being generated. A call stands at the start of the text or
+of a line:
 
     {"name": "f", "parameters": {...}}        also "arguments", or no arguments at all
     [{"name": "f", ...}, {"name": "g", ...}]  several in a list, or one behind the other
     ```json … ```                             either of them in a fence, of tool_code or tool_call too
 
-Everything else is content. What `push` and `flush` return, joined, is the same however the text is split over calls. Held back is
-only what may still turn out to be a call, up to MAX_HEAD_CHARACTERS; a call is known once the name of a known function has been
-followed by the beginning of its arguments. These are handed on as they are written: the characters from the opening to the
-closing brace."""
+Everything else is content. What `push` and `flush` return, joined, is the same however the text is split over
+calls. Held back is only what may still turn out to be a call, up to MAX_HEAD_CHARACTERS; a call is known once
+the name of a known function has been followed by the beginning of its arguments. These are handed on as they
+are written: the characters from the opening to the closing brace."""
 
 import re
 from collections.abc import Iterator
@@ -30,8 +31,8 @@ _BRACKET = re.compile(r'["\\{}\[\]]')
 
 @dataclass(frozen=True, slots=True)
 class CallFormat:
-    """How the text of a request is read. ``is_forced``: a grammar lets nothing but calls through. ``is_single``: the text ends
-    with its first call. ``is_named``: the client named the function."""
+    """How the text of a request is read. ``is_forced``: a grammar lets nothing but calls through.
+    ``is_single``: the text ends with its first call. ``is_named``: the client named the function."""
 
     names: frozenset[str]
     is_forced: bool = False
@@ -41,7 +42,8 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True)
 class CallPiece:
-    """The next characters of the arguments of a call; ``index`` counts the calls of a text. The first piece has the name."""
+    """The next characters of the arguments of a call; ``index`` counts the calls of a text. The first piece
+    has the name."""
 
     index: int
     name: str | None
@@ -62,7 +64,8 @@ class _State(Enum):
 
 
 class CallParser:
-    """One generated text. `is_done`: the call that ends the text is complete; what is pushed then is ignored."""
+    """One generated text. `is_done`: the call that ends the text is complete; what is pushed then is
+    ignored."""
 
     def __init__(self, call_format: CallFormat) -> None:
         self.num_calls = 0
@@ -89,7 +92,8 @@ class CallParser:
         return parts
 
     def flush(self) -> list[Part]:
-        """The end of the text: what was held back and has not become a call is content, unless it can only be part of one."""
+        """The end of the text: what was held back and has not become a call is content, unless it can only be
+        part of one."""
         held, self._held = self._held, ""
         if self._state is not _State.START or self._format.is_forced:
             return []

@@ -1,6 +1,7 @@
-"""Functions that a model may call, as text of a chat. Gemma 3 has no tokens for them: it is told in the prompt which functions
-there are and how to write a call, in the form that Google describes for it (JSON with ``name`` and ``parameters``); a result
-comes back in the next user turn, in a block marked ``tool_output``. ``call_parser`` reads what is written here."""
+"""Functions that a model may call, as text of a chat. Gemma 3 has no tokens for them: it is told in the
+prompt which functions there are and how to write a call, in the form that Google describes for it (JSON with
+``name`` and ``parameters``); a result comes back in the next user turn, in a block marked ``tool_output``.
+``call_parser`` reads what is written here."""
 
 import json
 import re
@@ -14,8 +15,8 @@ _BACKTICKS = re.compile("`+")
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function as the client describes it. ``parameters`` is the JSON schema of its arguments, None without any; ``param`` is
-    the request field of the schema."""
+    """A function as the client describes it. ``parameters`` is the JSON schema of its arguments, None without
+    any; ``param`` is the request field of the schema."""
 
     name: str
     description: str | None
@@ -30,7 +31,8 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """A call in an earlier turn; ``arguments`` is the text of a JSON object, or whatever a model wrote for one."""
+    """A call in an earlier turn; ``arguments`` is the text of a JSON object, or whatever a model wrote for
+    one."""
 
     call_id: str
     name: str
@@ -38,7 +40,8 @@ class FunctionCall:
 
 
 def functions_text(functions: Iterable[Function]) -> str:
-    """What the prompt says about them. Nothing in it depends on whether a call is wanted, so that requests share their prefix."""
+    """What the prompt says about them. Nothing in it depends on whether a call is wanted, so that requests
+    share their prefix."""
     listed = []
     for function in functions:
         shown: dict[str, Any] = {"name": function.name}

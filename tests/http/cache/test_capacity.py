@@ -1,5 +1,5 @@
-"""The cache's budget: what can never fit is refused, what fits ends, a growing request holds no more of the local pool, and
-clients that leave give everything back."""
+"""The cache's budget: what can never fit is refused, what fits ends, a growing request holds no more of the
+local pool, and clients that leave give everything back."""
 
 import random
 import socket
@@ -33,15 +33,30 @@ def greedy(prompt: list[int], max_tokens: int, **others: Any) -> dict[str, Any]:
 
 
 def test_a_block_larger_than_the_window_is_refused_at_start_with_the_remedy(tiny_folder: Path) -> None:
-    command = [sys.executable, "-m", "server", "serve", str(tiny_folder), "--port", "0", "--block-size", "1024"]
+    command = [
+        sys.executable,
+        "-m",
+        "server",
+        "serve",
+        str(tiny_folder),
+        "--port",
+        "0",
+        "--block-size",
+        "1024",
+    ]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr
-    assert f"--block-size 1024 does not divide the model's sliding window of {WINDOW} tokens" in ended.stderr.splitlines()[-1]
+    assert (
+        f"--block-size 1024 does not divide the model's sliding window of {WINDOW} tokens"
+        in ended.stderr.splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 64])
-def test_a_growing_request_holds_a_constant_number_of_local_blocks(tiny_folder: Path, block_size: int) -> None:
+def test_a_growing_request_holds_a_constant_number_of_local_blocks(
+    tiny_folder: Path, block_size: int
+) -> None:
     with tiny_server(tiny_folder, pool_tokens=1024, block_size=block_size, max_num_seqs=4) as server:
         alone = ask(server, greedy(ids(100, seed=3), 8, logprobs=1))
         held: list[float] = []
@@ -56,7 +71,8 @@ def test_a_growing_request_holds_a_constant_number_of_local_blocks(tiny_folder: 
             if len(held) > 10:
                 break
         assert len(held) > 10
-        # Seen between two steps. The window of the next query is W - 1 keys and the query itself, counted from a block's begin.
+        # Seen between two steps. The window of the next query is W - 1 keys and the query itself, counted
+        # from a block's begin.
         assert max(held) <= WINDOW // block_size + 1
         assert min(held) >= (WINDOW - 1) // block_size, "the window itself is held"
         assert server.metric("kv_cache_recycled_blocks_total") >= (280 - WINDOW) // block_size - 2
@@ -95,10 +111,16 @@ class _Client:
 
 
 def leave_at_random(server: LiveServer, seed: int) -> None:
-    """Close a request after 0, 1, 5 or 50 tokens, or after a moment: queued, in its prefill or in its last step."""
+    """Close a request after 0, 1, 5 or 50 tokens, or after a moment: queued, in its prefill or in its last
+    step."""
     choose = random.Random(seed)
     streamed = choose.random() < 0.7
-    body = greedy(ids(choose.choice((3, 40, 300, 700)), seed=seed % 7), choose.choice((1, 5, 60)), stream=streamed, logprobs=0)
+    body = greedy(
+        ids(choose.choice((3, 40, 300, 700)), seed=seed % 7),
+        choose.choice((1, 5, 60)),
+        stream=streamed,
+        logprobs=0,
+    )
     with _Client(server, body) as connection:
         if streamed and choose.random() < 0.6:
             read_chunks(connection, min(choose.choice((1, 5, 50)), body["max_tokens"]))
@@ -119,7 +141,9 @@ def test_gauges_fall_to_zero_without_new_traffic_when_thirty_streams_close_at_on
     with ExitStack() as stack:
         for seed in range(30):
             stack.enter_context(_Client(small, greedy(ids(20, seed=200 + seed), 1000, stream=True)))
-        small.wait_for(lambda: small.metric("requests_running") == 8 and small.metric("requests_waiting") == 22)
+        small.wait_for(
+            lambda: small.metric("requests_running") == 8 and small.metric("requests_waiting") == 22
+        )
         assert used_blocks(small, "global") > 0
     small.wait_for(lambda: is_empty(small))
     small.wait_for(lambda: small.metric("streams_active") == 0)

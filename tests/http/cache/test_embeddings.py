@@ -1,5 +1,5 @@
-"""Embeddings of the tiny model equal those of the bare network, whatever was cached, however long the input, beside what
-generates."""
+"""Embeddings of the tiny model equal those of the bare network, whatever was cached, however long the input,
+beside what generates."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""What a client gets depends on its request alone: not on chunks, cached prefixes, neighbours or preemption. Checked over HTTP on
-log-probabilities in float32."""
+"""What a client gets depends on its request alone: not on chunks, cached prefixes, neighbours or preemption.
+Checked over HTTP on log-probabilities in float32."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,7 +57,14 @@ WHOLE = 2048  # longer than every prompt here
 
 
 def scoring(prompt: list[int], max_tokens: int = 3) -> dict[str, Any]:
-    return {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "echo": True, "logprobs": 3}
+    return {
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "echo": True,
+        "logprobs": 3,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -84,16 +91,27 @@ def test_every_length_gets_the_same_logprobs_in_every_chunk_size(
 ) -> None:
     lengths = [length for length in LENGTHS if length <= 40 * chunk]
     with tiny_server(tiny_folder, max_num_batched_tokens=chunk) as server:
-        for length, got in zip(lengths, at_once(lambda n: ask(server, scoring(ids(n, seed=n))), lengths), strict=True):
+        for length, got in zip(
+            lengths, at_once(lambda n: ask(server, scoring(ids(n, seed=n))), lengths), strict=True
+        ):
             assert_same(got, expected[length])
         for length in (17, 257):
             for _ in range(2):
                 assert_same(ask(server, scoring(ids(length, seed=length))), expected[length])
 
 
-def test_a_continuation_far_beyond_the_window_is_what_a_fresh_prefill_of_it_says(chunked: LiveServer, fresh: LiveServer) -> None:
+def test_a_continuation_far_beyond_the_window_is_what_a_fresh_prefill_of_it_says(
+    chunked: LiveServer, fresh: LiveServer
+) -> None:
     prompt = ids(100)
-    body = {"prompt": prompt, "max_tokens": 300, "seed": 5, "logprobs": 0, "logit_bias": PLAIN_TEXT, **WANDERING}
+    body = {
+        "prompt": prompt,
+        "max_tokens": 300,
+        "seed": 5,
+        "logprobs": 0,
+        "logit_bias": PLAIN_TEXT,
+        **WANDERING,
+    }
     generated = ask(chunked, body)
     assert generated.finish_reason == "length"
     id_of = id_of_text()
@@ -106,9 +124,17 @@ def test_a_continuation_far_beyond_the_window_is_what_a_fresh_prefill_of_it_says
 
 @pytest.mark.parametrize("extra", [0, 1])
 @pytest.mark.parametrize("length", [16, 32, 64, 80, 512, 528, 1024])
-def test_a_prompt_that_is_wholly_cached_gets_the_same_answer(chunked: LiveServer, length: int, extra: int) -> None:
+def test_a_prompt_that_is_wholly_cached_gets_the_same_answer(
+    chunked: LiveServer, length: int, extra: int
+) -> None:
     length += extra
-    body = {"prompt": ids(length, seed=length), "max_tokens": 6, "temperature": 0, "logprobs": 5, "ignore_eos": True}
+    body = {
+        "prompt": ids(length, seed=length),
+        "max_tokens": 6,
+        "temperature": 0,
+        "logprobs": 5,
+        "ignore_eos": True,
+    }
     first, *others = [ask(chunked, body) for _ in range(3)]
     assert first.cached_tokens == 0
     for other in others:
@@ -116,9 +142,17 @@ def test_a_prompt_that_is_wholly_cached_gets_the_same_answer(chunked: LiveServer
         assert other.cached_tokens == (length - 1) // 16 * 16 <= length - 1
 
 
-def test_two_copies_at_once_compute_their_prompt_once_and_answer_the_same(chunked: LiveServer, fresh: LiveServer) -> None:
+def test_two_copies_at_once_compute_their_prompt_once_and_answer_the_same(
+    chunked: LiveServer, fresh: LiveServer
+) -> None:
     for length in (528, 529):
-        body = {"prompt": ids(length, seed=9000 + length), "max_tokens": 6, "temperature": 0, "logprobs": 5, "ignore_eos": True}
+        body = {
+            "prompt": ids(length, seed=9000 + length),
+            "max_tokens": 6,
+            "temperature": 0,
+            "logprobs": 5,
+            "ignore_eos": True,
+        }
         before = chunked.metric("prefill_tokens_total")
         first, second = at_once(lambda item: ask(chunked, item), [body, body])
         assert sorted((first.cached_tokens, second.cached_tokens)) == [0, (length - 1) // 16 * 16]
@@ -130,13 +164,21 @@ def test_two_copies_at_once_compute_their_prompt_once_and_answer_the_same(chunke
 
 @pytest.mark.parametrize("count", [1, 3, 7, 15])
 def test_neighbours_change_nothing(chunked: LiveServer, fresh: LiveServer, count: int) -> None:
-    mine = {"prompt": ids(81, seed=500), "max_tokens": 64, "temperature": 0, "frequency_penalty": 2, "logprobs": 3}
+    mine = {
+        "prompt": ids(81, seed=500),
+        "max_tokens": 64,
+        "temperature": 0,
+        "frequency_penalty": 2,
+        "logprobs": 3,
+    }
     alone = ask(fresh, mine)
     sampled = {"logit_bias": PLAIN_TEXT, **WANDERING}
     neighbours = [
-        {"prompt": ids(5 + 23 * i, seed=600 + 20 * count + i), "max_tokens": 20 + i, "seed": i, **sampled} for i in range(count)
+        {"prompt": ids(5 + 23 * i, seed=600 + 20 * count + i), "max_tokens": 20 + i, "seed": i, **sampled}
+        for i in range(count)
     ]
-    # Three neighbours and fifteen find the cache hot from the round before; half of them are sent before, half after.
+    # Three neighbours and fifteen find the cache hot from the round before; half of them are sent before,
+    # half after.
     half = count // 2
     answers = at_once(lambda item: ask(chunked, item), [*neighbours[:half], mine, *neighbours[half:]])
     assert_same(answers[half], alone, usage_too=False)
@@ -152,9 +194,14 @@ EDITS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("first", [0, len(EDITS) - 1])
-def test_what_one_request_does_to_its_logits_touches_no_other(chunked: LiveServer, fresh: LiveServer, first: int) -> None:
+def test_what_one_request_does_to_its_logits_touches_no_other(
+    chunked: LiveServer, fresh: LiveServer, first: int
+) -> None:
     """Cases 36 and 57: whichever comes first, together and alone."""
-    bodies = [{"prompt": ids(33, seed=800), "max_tokens": 24, "temperature": 0, "logprobs": 0, **edit} for edit in EDITS]
+    bodies = [
+        {"prompt": ids(33, seed=800), "max_tokens": 24, "temperature": 0, "logprobs": 0, **edit}
+        for edit in EDITS
+    ]
     alone = [ask(fresh, body) for body in bodies]
     assert len({answer.tokens for answer in alone}) >= 4, "the edits change something"
     order = sorted(range(len(bodies)), key=lambda index: (index - first) % len(bodies))
@@ -165,7 +212,12 @@ def test_what_one_request_does_to_its_logits_touches_no_other(chunked: LiveServe
 
 def test_penalties_of_generated_tokens_do_not_count_the_prompt(fresh: LiveServer) -> None:
     """Case 57: a prompt full of what the model would say next does not keep it from saying it."""
-    body: dict[str, Any] = {"prompt": ids(33, seed=801), "max_tokens": 1, "temperature": 0, "return_token_ids": True}
+    body: dict[str, Any] = {
+        "prompt": ids(33, seed=801),
+        "max_tokens": 1,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
     (likeliest,) = fresh.complete(**body)["choices"][0]["token_ids"]
     full = {**body, "prompt": [*body["prompt"], *[likeliest] * 20]}
     plain = fresh.complete(**full)["choices"][0]["token_ids"]
@@ -184,10 +236,18 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 def test_preempted_requests_get_what_they_get_alone(fresh: LiveServer, tiny_folder: Path) -> None:
     bodies = [
-        {"prompt": ids(100, seed=700 + i), "max_tokens": 50, "logit_bias": PLAIN_TEXT, **KINDS[i % len(KINDS)]} for i in range(8)
+        {
+            "prompt": ids(100, seed=700 + i),
+            "max_tokens": 50,
+            "logit_bias": PLAIN_TEXT,
+            **KINDS[i % len(KINDS)],
+        }
+        for i in range(8)
     ]
     alone = [ask(fresh, body) for body in bodies]
-    with tiny_server(tiny_folder, pool_tokens=448) as tight:  # less than three of the eight at their full length
+    with tiny_server(
+        tiny_folder, pool_tokens=448
+    ) as tight:  # less than three of the eight at their full length
         together = in_one_step(tight, lambda body: ask(tight, body), bodies)
         assert tight.metric("preemptions_total") > 0
         for got, expected in zip(together, alone, strict=True):

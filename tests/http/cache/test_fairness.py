@@ -25,7 +25,14 @@ class Stream:
     def __init__(self, server: LiveServer, prompt: list[int], max_tokens: int) -> None:
         self.times: list[float] = []
         self._closed = threading.Event()
-        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True, "logprobs": 0}
+        body = {
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "logprobs": 0,
+        }
         self._thread = threading.Thread(target=self._read, args=(server, body))
         self.sent = time.monotonic()
         self._thread.start()
@@ -68,8 +75,8 @@ def test_a_long_prefill_stops_neither_a_running_stream_nor_a_short_request(serve
     short_waited = [t for t in between if short.sent <= t <= short.times[0]]
     for stream in (running, short, long):
         stream.close()
-    # The steps are the clock: 4000 tokens take 16 of them, whatever else the machine does; one or two are lost at either end
-    # between what the server did and what the clients saw of it.
+    # The steps are the clock: 4000 tokens take 16 of them, whatever else the machine does; one or two are
+    # lost at either end between what the server did and what the clients saw of it.
     assert len(between) > 10, "the running stream moves in every step of the prefill"
     assert len(short_waited) <= len(between) / 2, "the short one starts long before the prefill ends"
     server.wait_for(lambda: is_empty(server))
@@ -99,6 +106,6 @@ def test_a_long_request_gets_in_under_a_steady_flow_of_short_ones(server: LiveSe
         for future in futures:
             future.result()
     assert served_meanwhile > 0, "the short ones go on"
-    # First come, first served: at most those already there go first, and its 2000 tokens take at most 2000 / 16 + 1 steps, of
-    # which a short request needs at least eight; four run at once.
+    # First come, first served: at most those already there go first, and its 2000 tokens take at most 2000 /
+    # 16 + 1 steps, of which a short request needs at least eight; four run at once.
     assert served_meanwhile < 6 + 4 * 126 / 8

@@ -10,7 +10,10 @@ from tests.http.cache.tiny_server import tiny_server
 def test_a_loaded_model_is_described(tiny_folder: Path) -> None:
     with tiny_server(tiny_folder, pool_tokens=640) as server:
         server.complete(prompt="a", max_tokens=4)
-        families = {family.name: family for family in text_string_to_metric_families(server.client.get("/metrics").text)}
+        families = {
+            family.name: family
+            for family in text_string_to_metric_families(server.client.get("/metrics").text)
+        }
 
         def labels(name: str) -> dict[str, str]:
             (sample,) = families[f"gemserve_{name}"].samples

@@ -1,4 +1,5 @@
-"""The prefix cache as a client sees it: what ``cached_tokens`` says, who shares with whom, and what a hit saves."""
+"""The prefix cache as a client sees it: what ``cached_tokens`` says, who shares with whom, and what a hit
+saves."""
 
 import time
 from collections.abc import Iterator
@@ -50,10 +51,19 @@ def test_choices_count_their_prompt_and_its_hit_once(server: LiveServer, samplin
 def test_requests_share_only_under_the_same_salt(server: LiveServer) -> None:
     prompt = ids(33, seed=20)
     salts = (None, "a", "b", "a", None, "b")
-    assert [cached(usage_of(server, prompt=prompt, cache_salt=salt)) for salt in salts] == [0, 0, 0, 32, 32, 32]
+    assert [cached(usage_of(server, prompt=prompt, cache_salt=salt)) for salt in salts] == [
+        0,
+        0,
+        0,
+        32,
+        32,
+        32,
+    ]
 
 
-def test_other_prompts_of_the_same_blocks_share_nothing_behind_their_first_difference(server: LiveServer) -> None:
+def test_other_prompts_of_the_same_blocks_share_nothing_behind_their_first_difference(
+    server: LiveServer,
+) -> None:
     first, second = ids(64, seed=30), ids(64, seed=31)
     usage_of(server, prompt=first)
     usage_of(server, prompt=second)
@@ -61,11 +71,19 @@ def test_other_prompts_of_the_same_blocks_share_nothing_behind_their_first_diffe
     assert cached(usage_of(server, prompt=second[16:48] + first[:16])) == 0
 
 
-def test_the_next_turn_of_a_chat_hits_up_to_the_last_full_block_of_the_turn_before(server: LiveServer) -> None:
+def test_the_next_turn_of_a_chat_hits_up_to_the_last_full_block_of_the_turn_before(
+    server: LiveServer,
+) -> None:
     messages = [{"role": "user", "content": "tell a tale"}]
     computed = 0
     for turn in range(3):
-        body = {"messages": messages, "max_tokens": 21, "temperature": 1, "seed": turn, "logit_bias": ONLY_DIGITS}
+        body = {
+            "messages": messages,
+            "max_tokens": 21,
+            "temperature": 1,
+            "seed": turn,
+            "logit_bias": ONLY_DIGITS,
+        }
         answer = server.chat(**body)
         usage = answer["usage"]
         assert cached(usage) == computed // 16 * 16
@@ -101,7 +119,12 @@ def test_a_long_prompt_comes_back_in_a_fraction_of_its_first_time(server: LiveSe
 
 
 def test_metrics_tell_hits_and_what_was_computed(server: LiveServer) -> None:
-    names = ("prompt_tokens_total", "prompt_tokens_cached_total", "prefill_tokens_total", "prefix_cache_hit_tokens_total")
+    names = (
+        "prompt_tokens_total",
+        "prompt_tokens_cached_total",
+        "prefill_tokens_total",
+        "prefix_cache_hit_tokens_total",
+    )
     before = {name: server.metric(name) for name in names}
     for _ in range(2):
         usage_of(server, prompt=ids(100, seed=50))
@@ -119,7 +142,12 @@ def test_without_prefix_caching_nothing_is_kept(tiny_folder: Path) -> None:
         assert [answer.cached_tokens for answer in answers] == [0, 0]
         for pool in ("global", "local"):
             assert server.metric("kv_cache_blocks", pool=pool, state="cached") == 0
-        assert server.chat(messages=[{"role": "user", "content": "Hi"}], max_tokens=2)["usage"]["completion_tokens"] == 2
+        assert (
+            server.chat(messages=[{"role": "user", "content": "Hi"}], max_tokens=2)["usage"][
+                "completion_tokens"
+            ]
+            == 2
+        )
 
 
 def test_both_endpoints_share_the_cache(server: LiveServer) -> None:

@@ -1,5 +1,5 @@
-"""A seed gives the same choices, byte for byte, whatever else runs: completions and chats, streamed and not, under a mixed load;
-and the choices of one request differ."""
+"""A seed gives the same choices, byte for byte, whatever else runs: completions and chats, streamed and not,
+under a mixed load; and the choices of one request differ."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -23,9 +23,15 @@ BODIES: dict[str, dict[str, Any]] = {
 LOAD: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": ids(150, seed=2), "max_tokens": 40, "temperature": 0}),
     (COMPLETIONS, {"prompt": ids(90, seed=3), "max_tokens": 0, "echo": True, "logprobs": 2}),
-    (COMPLETIONS, {"prompt": [ids(5, seed=4), ids(33, seed=5)], "n": 2, "max_tokens": 9, "seed": 77, **WANDERING}),
+    (
+        COMPLETIONS,
+        {"prompt": [ids(5, seed=4), ids(33, seed=5)], "n": 2, "max_tokens": 9, "seed": 77, **WANDERING},
+    ),
     (COMPLETIONS, {"prompt": "Now", "guided_regex": "[a-z]{12}", "seed": 5}),
-    (CHAT, {"messages": [{"role": "user", "content": "And you?"}], "max_tokens": 30, "stream": True, "seed": 77}),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": "And you?"}], "max_tokens": 30, "stream": True, "seed": 77},
+    ),
     ("/v1/embeddings", {"input": ids(100, seed=6)}),
 ]
 
@@ -40,7 +46,11 @@ def choices(server: LiveServer, path: str, streamed: bool) -> list[tuple[str, st
         pieces = [choice for chunk in chunks_of(server, path, BODIES[path]) for choice in chunk["choices"]]
     texts, reasons = [""] * NUM_CHOICES, [""] * NUM_CHOICES
     for piece in pieces:
-        said = piece["text"] if path == COMPLETIONS else (piece.get("message") or piece["delta"]).get("content", "")
+        said = (
+            piece["text"]
+            if path == COMPLETIONS
+            else (piece.get("message") or piece["delta"]).get("content", "")
+        )
         texts[piece["index"]] += said
         reasons[piece["index"]] = piece["finish_reason"]
     return list(zip(texts, reasons, strict=True))
@@ -58,12 +68,16 @@ def alone(served: LiveServer) -> dict[str, list[tuple[str, str]]]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_choices_differ_and_repeat(served: LiveServer, alone: dict[str, list[tuple[str, str]]], path: str) -> None:
+def test_choices_differ_and_repeat(
+    served: LiveServer, alone: dict[str, list[tuple[str, str]]], path: str
+) -> None:
     assert len(set(alone[path])) == NUM_CHOICES
     assert all(len(text) >= 20 for text, _ in alone[path])
     assert choices(served, path, streamed=False) == alone[path]
     other = served.post(path, {**BODIES[path], "seed": 78}).json()["choices"]
-    assert [choice.get("text") or choice["message"]["content"] for choice in other] != [text for text, _ in alone[path]]
+    assert [choice.get("text") or choice["message"]["content"] for choice in other] != [
+        text for text, _ in alone[path]
+    ]
 
 
 def keep_busy(server: LiveServer, body: tuple[str, dict[str, Any]], until: threading.Event) -> int:

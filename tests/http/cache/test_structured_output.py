@@ -1,4 +1,5 @@
-"""Constrained and free requests side by side on the tiny random model: what a choice gets depends on itself alone."""
+"""Constrained and free requests side by side on the tiny random model: what a choice gets depends on itself
+alone."""
 
 import json
 import re
@@ -9,7 +10,16 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.http.cache.tiny_server import Answer, ask, assert_same, at_once, ids, in_one_step, is_empty, tiny_server
+from tests.http.cache.tiny_server import (
+    Answer,
+    ask,
+    assert_same,
+    at_once,
+    ids,
+    in_one_step,
+    is_empty,
+    tiny_server,
+)
 from tests.http.live_server import LiveServer
 from tests.server.grammar.walks import SCHEMAS
 
@@ -19,7 +29,11 @@ CONSTRAINTS: list[dict[str, Any]] = [
     {"structured_outputs": {"grammar": 'start: "a" tail\ntail: "b" | "(" start ")"'}},
     *({"guided_json": schema} for schema in SCHEMAS.values()),
 ]
-FREE = [{"ignore_eos": True, "max_tokens": 40}, {"max_tokens": 25, "min_tokens": 25}, {"ignore_eos": True, "max_tokens": 9}]
+FREE = [
+    {"ignore_eos": True, "max_tokens": 40},
+    {"max_tokens": 25, "min_tokens": 25},
+    {"ignore_eos": True, "max_tokens": 9},
+]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +44,10 @@ def server(tiny_folder: Path) -> Iterator[LiveServer]:
 
 def requests(seed: int) -> list[dict[str, Any]]:
     common = {"temperature": 1, "logprobs": 1, "seed": seed}
-    constrained = [{"prompt": ids(9 + i, seed), "max_tokens": 150, **common, **fields} for i, fields in enumerate(CONSTRAINTS)]
+    constrained = [
+        {"prompt": ids(9 + i, seed), "max_tokens": 150, **common, **fields}
+        for i, fields in enumerate(CONSTRAINTS)
+    ]
     free = [{"prompt": ids(30 + i, seed), **common, **fields} for i, fields in enumerate(FREE)]
     return [*constrained, *free]
 
@@ -70,7 +87,13 @@ def test_streams_equal_unstreamed_answers(server: LiveServer) -> None:
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_documents_at_temperature_one_parse_and_validate_or_were_cut(server: LiveServer, name: str) -> None:
     bodies = [
-        {"prompt": ids(8, seed), "guided_json": SCHEMAS[name], "temperature": 1, "max_tokens": 200, "seed": seed}
+        {
+            "prompt": ids(8, seed),
+            "guided_json": SCHEMAS[name],
+            "temperature": 1,
+            "max_tokens": 200,
+            "seed": seed,
+        }
         for seed in range(16)
     ]
     answers = at_once(lambda body: ask(server, body), bodies)
@@ -96,6 +119,9 @@ def test_preemption_and_small_chunks_change_nothing(server: LiveServer, tiny_fol
 
 
 def test_usage_counts_the_tokens_of_the_text(server: LiveServer) -> None:
-    answer = ask(server, {"prompt": ids(8), "guided_regex": "[0-9]{5}", "temperature": 1, "max_tokens": 50, "logprobs": 0})
+    answer = ask(
+        server,
+        {"prompt": ids(8), "guided_regex": "[0-9]{5}", "temperature": 1, "max_tokens": 50, "logprobs": 0},
+    )
     assert answer.usage["completion_tokens"] == len(answer.tokens) == 5
     assert answer.finish_reason == "stop"

@@ -1,5 +1,5 @@
-"""The whole server over real sockets with the tiny random model in float32, its cache sized in tokens, its books checked after
-every step; and what tests send to it and compare."""
+"""The whole server over real sockets with the tiny random model in float32, its cache sized in tokens, its
+books checked after every step; and what tests send to it and compare."""
 
 import contextlib
 import json
@@ -16,7 +16,14 @@ import pytest
 
 from server.loading.load import load_engine
 from tests.http.live_server import LiveServer, live_server
-from tests.server.text.small_tokenizer import BYTES, CHARACTERS, CONTROL, MERGES, TEXT_ADDED, build_library_tokenizer
+from tests.server.text.small_tokenizer import (
+    BYTES,
+    CHARACTERS,
+    CONTROL,
+    MERGES,
+    TEXT_ADDED,
+    build_library_tokenizer,
+)
 from tests.tiny import HF_CONFIG, tiny_config
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -52,13 +59,22 @@ def ids(length: int, seed: int = 0) -> list[int]:
 
 def id_of_text() -> dict[str, int]:
     vocabulary = build_library_tokenizer().get_vocab()
-    return {token.replace("▁", " "): token_id for token, token_id in vocabulary.items() if token_id >= FIRST_CHARACTER}
+    return {
+        token.replace("▁", " "): token_id
+        for token, token_id in vocabulary.items()
+        if token_id >= FIRST_CHARACTER
+    }
 
 
-def cache_memory(pool_tokens: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, prefix_caching: bool) -> int:
+def cache_memory(
+    pool_tokens: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, prefix_caching: bool
+) -> int:
     """The smallest --kv-cache-memory whose global pool holds so many tokens."""
     spec = tiny_config().kv_cache_spec(block_size, 4)
-    memory = spec.local_pool_blocks(max_num_seqs, max_num_batched_tokens) * spec.local_block_bytes + 2 * spec.global_block_bytes
+    memory = (
+        spec.local_pool_blocks(max_num_seqs, max_num_batched_tokens) * spec.local_block_bytes
+        + 2 * spec.global_block_bytes
+    )
     while True:
         plan = spec.plan(
             memory,
@@ -166,8 +182,8 @@ def at_once(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Resul
 
 
 def in_one_step(server: LiveServer, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """``at_once`` for requests that must meet in the engine, however slowly their clients start or fast the model is: no step
-    begins before as many are open as there are items."""
+    """``at_once`` for requests that must meet in the engine, however slowly their clients start or fast the
+    model is: no step begins before as many are open as there are items."""
     engine = server.app.state.server.loaded.engine
     core = engine._core
     step, open_in_time = core.step, time.monotonic() + 60

@@ -1,6 +1,6 @@
-"""One way to ask through several clients: each adapter sends OpenAI's fields with its client, unchanged, and hands back what the
-client made of the answer, as plain dicts: one for an answer in one piece, one per chunk for a stream. What the client raises
-comes back as ``Refused``, with the name of the client's own class."""
+"""One way to ask through several clients: each adapter sends OpenAI's fields with its client, unchanged, and
+hands back what the client made of the answer, as plain dicts: one for an answer in one piece, one per chunk
+for a stream. What the client raises comes back as ``Refused``, with the name of the client's own class."""
 
 import contextlib
 import importlib.util
@@ -23,7 +23,9 @@ REMEDY = "`make clients-test` brings it"
 
 
 class Refused(Exception):  # noqa: N818 -- the name says what happened, the client's own class is in it
-    def __init__(self, name: str, status: int | None, code: str | None, param: str | None, message: str) -> None:
+    def __init__(
+        self, name: str, status: int | None, code: str | None, param: str | None, message: str
+    ) -> None:
         super().__init__(f"{name} {status} {code} {param}: {message}")
         self.name, self.status, self.code, self.param, self.message = name, status, code, param, message
         self.chunks: list[dict[str, Any]] = []  # what had come before
@@ -55,12 +57,43 @@ def need(package: str) -> None:
 # What OpenAI's method takes by name; all else goes through extra_body.
 _KNOWN: dict[str, set[str]] = {
     COMPLETIONS: {
-        *("prompt", "max_tokens", "temperature", "top_p", "n", "logprobs", "echo", "stop", "seed", "best_of", "stream_options"),
+        *(
+            "prompt",
+            "max_tokens",
+            "temperature",
+            "top_p",
+            "n",
+            "logprobs",
+            "echo",
+            "stop",
+            "seed",
+            "best_of",
+            "stream_options",
+        ),
         *("presence_penalty", "frequency_penalty", "logit_bias", "suffix", "user"),
     },
     CHAT: {
-        *("messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "n", "logprobs", "top_logprobs", "stop"),
-        *("seed", "stream_options", "tools", "tool_choice", "parallel_tool_calls", "response_format", "logit_bias", "user"),
+        *(
+            "messages",
+            "max_tokens",
+            "max_completion_tokens",
+            "temperature",
+            "top_p",
+            "n",
+            "logprobs",
+            "top_logprobs",
+            "stop",
+        ),
+        *(
+            "seed",
+            "stream_options",
+            "tools",
+            "tool_choice",
+            "parallel_tool_calls",
+            "response_format",
+            "logit_bias",
+            "user",
+        ),
         *("presence_penalty", "frequency_penalty"),
     },
 }
@@ -105,7 +138,9 @@ class OpenAIPython:
             answer: dict[str, Any] = create(**named_and_extra(kind, body)).to_dict()
             return answer
 
-    def stream(self, url: str, kind: str, body: dict[str, Any], key: str = KEY, take: int | None = None) -> list[dict[str, Any]]:
+    def stream(
+        self, url: str, kind: str, body: dict[str, Any], key: str = KEY, take: int | None = None
+    ) -> list[dict[str, Any]]:
         chunks: list[dict[str, Any]] = []
         with (
             self._method(url, kind, key, chunks) as create,
@@ -143,10 +178,16 @@ class OpenAINode:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [node_program(), "bridge.mjs"], cwd=NODE_FOLDER, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [node_program(), "bridge.mjs"],
+            cwd=NODE_FOLDER,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
-    def call(self, url: str, call: str, *arguments: Any, key: str = KEY, take: int | None = None) -> dict[str, Any]:
+    def call(
+        self, url: str, call: str, *arguments: Any, key: str = KEY, take: int | None = None
+    ) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         asked = {"url": f"{url}/v1", "key": key, "call": call, "arguments": arguments, "take": take}
@@ -167,7 +208,9 @@ class OpenAINode:
         value: dict[str, Any] = self.call(url, f"{kind}.create", {"model": MODEL, **body}, key=key)["value"]
         return value
 
-    def stream(self, url: str, kind: str, body: dict[str, Any], key: str = KEY, take: int | None = None) -> list[dict[str, Any]]:
+    def stream(
+        self, url: str, kind: str, body: dict[str, Any], key: str = KEY, take: int | None = None
+    ) -> list[dict[str, Any]]:
         asked = {"model": MODEL, **body, "stream": True}
         chunks: list[dict[str, Any]] = self.call(url, f"{kind}.create", asked, key=key, take=take)["chunks"]
         return chunks
@@ -184,13 +227,18 @@ class LiteLLM:
     keeps_chunks = False
 
     def comparable(self, says: dict[str, Any], kind: str, streamed: bool) -> dict[str, Any]:
-        """Calls end with ``tool_calls``, where OpenAI's API says ``stop`` after a named one; a stream of a completion has no
-        logprobs, and one of a chat no reason of its second choice."""
+        """Calls end with ``tool_calls``, where OpenAI's API says ``stop`` after a named one; a stream of a
+        completion has no logprobs, and one of a chat no reason of its second choice."""
         choices = {}
         for index, (text, reason, calls, logprobs) in says["choices"].items():
             several = streamed and kind == CHAT and len(says["choices"]) > 1
             dropped = streamed and kind == COMPLETIONS
-            choices[index] = [text, "tool_calls" if calls else None if several else reason, calls, None if dropped else logprobs]
+            choices[index] = [
+                text,
+                "tool_calls" if calls else None if several else reason,
+                calls,
+                None if dropped else logprobs,
+            ]
         return {**says, "choices": choices}
 
     def __init__(self) -> None:
@@ -208,20 +256,26 @@ class LiteLLM:
         model = asked.pop("model")
         try:
             if kind == COMPLETIONS:
-                return self._litellm.text_completion(model=f"text-completion-openai/{model}", **options, **asked)
+                return self._litellm.text_completion(
+                    model=f"text-completion-openai/{model}", **options, **asked
+                )
             return self._litellm.completion(model=f"openai/{model}", **options, **asked)
         except openai.APIError as error:
             raise self._refused(error) from error
 
     @staticmethod
     def _refused(error: openai.APIError) -> Refused:
-        return Refused(type(error).__name__, getattr(error, "status_code", None), error.code, error.param, str(error))
+        return Refused(
+            type(error).__name__, getattr(error, "status_code", None), error.code, error.param, str(error)
+        )
 
     def ask(self, url: str, kind: str, body: dict[str, Any], key: str = KEY) -> dict[str, Any]:
         answer: dict[str, Any] = self._create(url, kind, key, body).model_dump()
         return answer
 
-    def stream(self, url: str, kind: str, body: dict[str, Any], key: str = KEY, take: int | None = None) -> list[dict[str, Any]]:
+    def stream(
+        self, url: str, kind: str, body: dict[str, Any], key: str = KEY, take: int | None = None
+    ) -> list[dict[str, Any]]:
         chunks: list[dict[str, Any]] = []
         try:
             for chunk in self._create(url, kind, key, {**body, "stream": True}):

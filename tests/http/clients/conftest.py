@@ -1,4 +1,5 @@
-"""One server for all clients, with a key, and two that refuse: one whose queue is full, one that has no model yet."""
+"""One server for all clients, with a key, and two that refuse: one whose queue is full, one that has no model
+yet."""
 
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ from tests.http.clients.texts import TEXTS
 from tests.http.live_server import LiveServer, live_server
 from tests.scripted import scripted_server
 
-# What litellm itself does: schemas and dumps that pydantic complains of, sockets and loops that it leaves open.
+# What litellm itself does: schemas and dumps that pydantic complains of, sockets and loops that it leaves
+# open.
 LITELLM_WARNINGS = (
     "ignore:.*`ReadOnly` qualifier:UserWarning",
     "ignore:Pydantic serializer warnings:UserWarning",
@@ -31,8 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def wire() -> Iterator[LiveServer]:
-    """Says the text of the request's seed, see ``texts``; other seeds draw. Refuses fields that it does not know: whatever a
-    client sends of its own must be one that it does."""
+    """Says the text of the request's seed, see ``texts``; other seeds draw. Refuses fields that it does not
+    know: whatever a client sends of its own must be one that it does."""
     with scripted_server(TEXTS, api_key=(KEY,), strict_params=True) as live:
         live.client.headers["authorization"] = f"Bearer {KEY}"
         yield live
@@ -46,7 +48,9 @@ def busy() -> Iterator[LiveServer]:
     with live_server(factory, max_queued_requests=1) as live, ExitStack() as held:
         for count in (1, 2):
             held.enter_context(live.open_request(endless))
-            live.wait_for(lambda count=count: live.metric("requests_running") + live.metric("requests_waiting") == count)  # type: ignore[misc]
+            live.wait_for(
+                lambda count=count: live.metric("requests_running") + live.metric("requests_waiting") == count
+            )  # type: ignore[misc]
         yield live
 
 

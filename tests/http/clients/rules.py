@@ -1,5 +1,5 @@
-"""The rules of the wire format that a client sees in an answer: what is asked, and what must be so beyond equality with the
-same answer in one piece over raw HTTP."""
+"""The rules of the wire format that a client sees in an answer: what is asked, and what must be so beyond
+equality with the same answer in one piece over raw HTTP."""
 
 import json
 from collections.abc import Callable
@@ -30,12 +30,20 @@ class Rule:
     shape: Check = lambda seen: None  # of chunks as the server sent them
 
 
-def rule(*ids: str, kind: str, check: Check = lambda seen: None, shape: Check = lambda seen: None, **body: Any) -> Rule:
+def rule(
+    *ids: str, kind: str, check: Check = lambda seen: None, shape: Check = lambda seen: None, **body: Any
+) -> Rule:
     asked = {"prompt": "Hello"} if kind == COMPLETIONS else {"messages": HELLO}
     return Rule(" ".join(ids), kind, {**asked, **body}, check, shape)
 
 
-def expect(*, tokens: int | None = None, prompt: int | None = None, reason: str | None = None, text: str | None = None) -> Check:
+def expect(
+    *,
+    tokens: int | None = None,
+    prompt: int | None = None,
+    reason: str | None = None,
+    text: str | None = None,
+) -> Check:
     def check(seen: Seen) -> None:
         assert tokens is None or seen.usage["completion_tokens"] == tokens
         assert prompt is None or seen.usage["prompt_tokens"] == prompt
@@ -46,7 +54,9 @@ def expect(*, tokens: int | None = None, prompt: int | None = None, reason: str 
 
 
 def envelope(seen: Seen) -> None:
-    prefix, names = ("cmpl-", {"text_completion"}) if seen.kind == COMPLETIONS else ("chatcmpl-", {"chat.completion"})
+    prefix, names = (
+        ("cmpl-", {"text_completion"}) if seen.kind == COMPLETIONS else ("chatcmpl-", {"chat.completion"})
+    )
     if seen.streamed and seen.kind == CHAT:
         names = {"chat.completion.chunk"}
     for field in ("id", "created", "model", "system_fingerprint"):
@@ -89,7 +99,10 @@ def many(seen: Seen) -> None:
     assert seen.usage["completion_tokens"] == 4 * 8
     assert seen.usage["total_tokens"] == seen.usage["prompt_tokens"] + 4 * 8
     # The same was asked before, over raw HTTP.
-    assert seen.usage["prompt_tokens_details"]["cached_tokens"] == 2 * (len(TOKENIZER.encode(PROMPT)) - 1) // 8 * 8
+    assert (
+        seen.usage["prompt_tokens_details"]["cached_tokens"]
+        == 2 * (len(TOKENIZER.encode(PROMPT)) - 1) // 8 * 8
+    )
 
 
 def offsets(seen: Seen) -> None:
@@ -97,7 +110,9 @@ def offsets(seen: Seen) -> None:
     assert logprobs is not None
     assert logprobs["text_offset"][0] == len("Hello")
     assert "".join(logprobs["tokens"]) == seen.text()
-    for token, value, top in zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
+    for token, value, top in zip(
+        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+    ):
         assert top[token] == value
         assert len(top) in (2, 3)
 
@@ -164,7 +179,9 @@ def growing_usage(seen: Seen) -> None:
         assert counts == [1, 2, 3, 4, 4, 4]
 
 
-NULLS: dict[str, Any] = dict.fromkeys(["max_tokens", "temperature", "top_p", "n", "logprobs", "stop", "logit_bias", "best_of"])
+NULLS: dict[str, Any] = dict.fromkeys(
+    ["max_tokens", "temperature", "top_p", "n", "logprobs", "stop", "logit_bias", "best_of"]
+)
 SEEDED = {"temperature": 1, "seed": texts.RANDOM}
 MIXED = [
     {"role": "system", "content": "Be brief."},
@@ -179,7 +196,13 @@ HISTORY = [
     {
         "role": "assistant",
         "content": None,
-        "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city":"Rome"}'}}],
+        "tool_calls": [
+            {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "get_weather", "arguments": '{"city":"Rome"}'},
+            }
+        ],
     },
     {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
 ]

@@ -1,4 +1,5 @@
-"""An answer as a client hands it on, in one piece or in chunks, read alike: what each choice says, joined over its chunks."""
+"""An answer as a client hands it on, in one piece or in chunks, read alike: what each choice says, joined
+over its chunks."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -56,12 +57,17 @@ class Seen:
     def logprobs(self, index: int = 0) -> dict[str, list[Any]] | None:
         found = [piece["logprobs"] for piece in self.pieces(index) if piece.get("logprobs")]
         names = ENTRIES["chat" if self.kind == CHAT else "legacy"]
-        return {name: [entry for part in found for entry in part[name] or ()] for name in names} if found else None
+        return (
+            {name: [entry for part in found for entry in part[name] or ()] for name in names}
+            if found
+            else None
+        )
 
     def says(self) -> dict[str, Any]:
         """What must be the same through every client, streamed or not."""
         choices = {
-            index: [self.text(index), self.reason(index), self.calls(index), self.logprobs(index)] for index in self.indices
+            index: [self.text(index), self.reason(index), self.calls(index), self.logprobs(index)]
+            for index in self.indices
         }
         return {
             "choices": dict(sorted(choices.items())),

@@ -1,5 +1,6 @@
-"""What the server refuses is raised by each client as the exception that its users catch, streamed or not, with the field and the
-code that OpenAI's clients pass on; a fault is not asked for again, and one after the first token ends the stream with it."""
+"""What the server refuses is raised by each client as the exception that its users catch, streamed or not,
+with the field and the code that OpenAI's clients pass on; a fault is not asked for again, and one after the
+first token ends the stream with it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +64,9 @@ REFUSALS = [
 ]  # fmt: skip
 
 
-def refused(client: Adapter, url: str, kind: str, body: dict[str, Any], streamed: bool, key: str = KEY) -> Refused:
+def refused(
+    client: Adapter, url: str, kind: str, body: dict[str, Any], streamed: bool, key: str = KEY
+) -> Refused:
     ask = client.stream if streamed else client.ask
     with pytest.raises(Refused) as raised:
         ask(url, kind, body, key=key)
@@ -75,14 +78,21 @@ def check(error: Refused, client: Adapter, expected: Refusal) -> None:
         assert (error.name, error.status) == (expected.litellm or expected.name, expected.status)
     else:
         assert (error.status, error.code, error.param) == (expected.status, expected.code, expected.param)
-        assert error.name == expected.name or (error.name, expected.name) == ("APIError", "APIStatusError")  # Node has no such
+        assert error.name == expected.name or (error.name, expected.name) == (
+            "APIError",
+            "APIStatusError",
+        )  # Node has no such
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(
-    "expected", REFUSALS, ids=[f"{number}-{item.ids.replace(' ', '-')}-{item.kind}" for number, item in enumerate(REFUSALS)]
+    "expected",
+    REFUSALS,
+    ids=[f"{number}-{item.ids.replace(' ', '-')}-{item.kind}" for number, item in enumerate(REFUSALS)],
 )
-def test_a_refusal_is_the_clients_exception(client: Adapter, wire: LiveServer, expected: Refusal, streamed: bool) -> None:
+def test_a_refusal_is_the_clients_exception(
+    client: Adapter, wire: LiveServer, expected: Refusal, streamed: bool
+) -> None:
     if isinstance(client, LiteLLM) and expected.litellm == NOT_SENT:
         pytest.skip("litellm does not send what is wrong with it")
     check(refused(client, wire.url, expected.kind, expected.body, streamed), client, expected)
@@ -105,7 +115,9 @@ def test_a_full_queue(client: Adapter, busy: LiveServer, kind: str, streamed: bo
 @pytest.mark.parametrize("kind", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 def test_a_server_without_its_model(client: Adapter, loading: LiveServer, kind: str, streamed: bool) -> None:
-    expected = refusal("E9", kind, "InternalServerError", 503, "model_not_ready", litellm="ServiceUnavailableError")
+    expected = refusal(
+        "E9", kind, "InternalServerError", 503, "model_not_ready", litellm="ServiceUnavailableError"
+    )
     check(refused(client, loading.url, kind, expected.body, streamed), client, expected)
 
 
@@ -116,11 +128,15 @@ def test_a_body_that_is_too_large(client: Adapter, wire: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("kind", [COMPLETIONS, CHAT])
-def test_a_fault_after_the_first_token_ends_the_stream_with_it(client: Adapter, wire: LiveServer, kind: str) -> None:
+def test_a_fault_after_the_first_token_ends_the_stream_with_it(
+    client: Adapter, wire: LiveServer, kind: str
+) -> None:
     body = rule(kind=kind, temperature=1, seed=texts.FAILING, max_tokens=50).body
     error = refused(client, wire.url, kind, body, streamed=True)
     said = [choice for chunk in error.chunks for choice in chunk["choices"]]
-    text = "".join(choice["text"] if kind == COMPLETIONS else choice["delta"].get("content") or "" for choice in said)
+    text = "".join(
+        choice["text"] if kind == COMPLETIONS else choice["delta"].get("content") or "" for choice in said
+    )
     assert text == "So far"
     assert "not finite" in error.message
     if client.keeps_chunks:
@@ -128,12 +144,17 @@ def test_a_fault_after_the_first_token_ends_the_stream_with_it(client: Adapter, 
 
 
 @pytest.mark.parametrize("language", ["python", "node"])
-def test_a_fault_is_not_asked_for_again(wire: LiveServer, language: str, request: pytest.FixtureRequest) -> None:
+def test_a_fault_is_not_asked_for_again(
+    wire: LiveServer, language: str, request: pytest.FixtureRequest
+) -> None:
     """Both clients ask again after a 500 by default."""
     body = {"model": MODEL, "prompt": [BOS, POISON]}
     before = wire.outcomes("error")
     if language == "python":
-        with openai.OpenAI(base_url=f"{wire.url}/v1", api_key=KEY) as client, pytest.raises(openai.InternalServerError):
+        with (
+            openai.OpenAI(base_url=f"{wire.url}/v1", api_key=KEY) as client,
+            pytest.raises(openai.InternalServerError),
+        ):
             client.completions.create(**body)
     else:
         node: OpenAINode = request.getfixturevalue("node")

@@ -1,4 +1,5 @@
-"""instructor, unchanged: a model's instance in each of its modes, whole, partial and in parts, over OpenAI's client."""
+"""instructor, unchanged: a model's instance in each of its modes, whole, partial and in parts, over OpenAI's
+client."""
 
 from collections.abc import Iterator
 from typing import Any, Literal

@@ -1,4 +1,5 @@
-"""langchain-openai, unchanged: chats, completions, tools, each way to structured output, embeddings, responses, errors."""
+"""langchain-openai, unchanged: chats, completions, tools, each way to structured output, embeddings,
+responses, errors."""
 
 import json
 from typing import Any, Literal
@@ -30,7 +31,9 @@ def langchain_openai() -> Any:
     return langchain_openai
 
 
-def chat(library: Any, server: LiveServer, seed: int = texts.RANDOM, *, key: str = KEY, **options: Any) -> Any:
+def chat(
+    library: Any, server: LiveServer, seed: int = texts.RANDOM, *, key: str = KEY, **options: Any
+) -> Any:
     common = {"model": MODEL, "base_url": f"{server.url}/v1", "api_key": key, "max_retries": 0}
     return library.ChatOpenAI(**{**common, "temperature": 1, "seed": seed, **options})
 
@@ -50,7 +53,10 @@ def test_chat(langchain_openai: Any, wire: LiveServer, streamed: bool) -> None:
     model = chat(langchain_openai, wire, max_tokens=9, logprobs=True, top_logprobs=2, stream_usage=True)
     message = answered(model, streamed, [("system", "Be brief."), ("user", "Hi"), ("user", "Weather?")])
     body = {
-        "messages": [{"role": "system", "content": "Be brief."}, *({"role": "user", "content": t} for t in ("Hi", "Weather?"))]
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            *({"role": "user", "content": t} for t in ("Hi", "Weather?")),
+        ]
     }
     raw = wire.chat(**body, max_tokens=9, logprobs=True, top_logprobs=2, temperature=1, seed=texts.RANDOM)
     choice = raw["choices"][0]
@@ -75,7 +81,9 @@ def test_tools_and_the_turn_after_them(langchain_openai: Any, wire: LiveServer, 
         ("get_time", {}),
     ]
     assert message.content == "Let me see."
-    results = [{"role": "tool", "tool_call_id": call["id"], "content": "sunny"} for call in message.tool_calls]
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": "sunny"} for call in message.tool_calls
+    ]
     last = answered(
         chat(langchain_openai, wire, texts.PLAIN).bind_tools(functions),
         streamed,
@@ -83,7 +91,9 @@ def test_tools_and_the_turn_after_them(langchain_openai: Any, wire: LiveServer, 
     )
     assert last.content == texts.TEXTS[texts.PLAIN]
     for choice in ("any", "get_weather"):
-        forced = chat(langchain_openai, wire).bind_tools(functions, tool_choice=choice, parallel_tool_calls=False)
+        forced = chat(langchain_openai, wire).bind_tools(
+            functions, tool_choice=choice, parallel_tool_calls=False
+        )
         (call,) = answered(forced, streamed).tool_calls
         assert call["name"] in ("get_weather", "get_time")
         assert choice == "any" or call["args"]["city"] in ("Paris", "Rome")
@@ -93,9 +103,12 @@ def test_tools_and_the_turn_after_them(langchain_openai: Any, wire: LiveServer, 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings:UserWarning")
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(
-    ("method", "seed"), [("json_schema", texts.RANDOM), ("function_calling", texts.RANDOM), ("json_mode", texts.JSON)]
+    ("method", "seed"),
+    [("json_schema", texts.RANDOM), ("function_calling", texts.RANDOM), ("json_mode", texts.JSON)],
 )
-def test_structured_output(langchain_openai: Any, wire: LiveServer, method: str, seed: int, streamed: bool) -> None:
+def test_structured_output(
+    langchain_openai: Any, wire: LiveServer, method: str, seed: int, streamed: bool
+) -> None:
     model = chat(langchain_openai, wire, seed).with_structured_output(Place, method=method)
     place = list(model.stream(USER))[-1] if streamed else model.invoke(USER)
     assert isinstance(place, Place)
@@ -103,7 +116,14 @@ def test_structured_output(langchain_openai: Any, wire: LiveServer, method: str,
 
 def test_completions_in_batches(langchain_openai: Any, wire: LiveServer) -> None:
     """It takes the choices of several prompts by their place, and joins streams itself."""
-    options = {"model": MODEL, "base_url": f"{wire.url}/v1", "api_key": KEY, "max_retries": 0, "temperature": 1, "max_tokens": 8}
+    options = {
+        "model": MODEL,
+        "base_url": f"{wire.url}/v1",
+        "api_key": KEY,
+        "max_retries": 0,
+        "temperature": 1,
+        "max_tokens": 8,
+    }
     model = langchain_openai.OpenAI(**options, seed=texts.RANDOM, n=2, best_of=2)
     prompts = ["Hello", "World"]
     raw = wire.complete(prompt=prompts, n=2, best_of=2, temperature=1, max_tokens=8, seed=texts.RANDOM)
@@ -126,7 +146,8 @@ def test_responses(langchain_openai: Any, wire: LiveServer, streamed: bool) -> N
 
 
 def test_embeddings(langchain_openai: Any, wire: LiveServer) -> None:
-    """By default it sends ids of OpenAI's own vocabulary, which no other model can read; with this option it sends text."""
+    """By default it sends ids of OpenAI's own vocabulary, which no other model can read; with this option it
+    sends text."""
     model = langchain_openai.OpenAIEmbeddings(
         model=MODEL, base_url=f"{wire.url}/v1", api_key=KEY, check_embedding_ctx_length=False, max_retries=0
     )
@@ -136,7 +157,9 @@ def test_embeddings(langchain_openai: Any, wire: LiveServer) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-def test_errors(langchain_openai: Any, wire: LiveServer, busy: LiveServer, loading: LiveServer, streamed: bool) -> None:
+def test_errors(
+    langchain_openai: Any, wire: LiveServer, busy: LiveServer, loading: LiveServer, streamed: bool
+) -> None:
     import openai
     from langchain_core.exceptions import ContextOverflowError
 

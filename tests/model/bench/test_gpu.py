@@ -1,4 +1,5 @@
-"""The benchmark of the GPU: its program runs here on a tiny model, and prints its tables where there is nothing to measure."""
+"""The benchmark of the GPU: its program runs here on a tiny model, and prints its tables where there is
+nothing to measure."""
 
 import pytest
 import torch
@@ -12,7 +13,20 @@ from model.interface.kv_cache_spec import KVCachePlan
 from model.interface.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
-QUICK = ["--budget", "0", "--sizes", "tiny", "--sequences", "1", "3", "--contexts", "40", "200", "--prefill-tokens", "100"]
+QUICK = [
+    "--budget",
+    "0",
+    "--sizes",
+    "tiny",
+    "--sequences",
+    "1",
+    "3",
+    "--contexts",
+    "40",
+    "200",
+    "--prefill-tokens",
+    "100",
+]
 
 
 def cells(line: str) -> list[str]:
@@ -35,7 +49,9 @@ def test_a_tiny_model_is_measured_on_a_cpu(capsys: pytest.CaptureFixture[str]) -
 def test_without_a_gpu_every_cell_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     rows = [
-        cells(line) for line in capsys.readouterr().out.splitlines() if line.startswith(tuple(f"| {s.upper()}" for s in BENCHED))
+        cells(line)
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith(tuple(f"| {s.upper()}" for s in BENCHED))
     ]
     assert len(rows) == 5 * 5 + 5
     assert [row[0] for row in rows[::5][:5]] == ["270M", "1B", "4B", "12B", "27B"]
@@ -43,7 +59,9 @@ def test_without_a_gpu_every_cell_says_so(capsys: pytest.CaptureFixture[str]) ->
     assert all(cell == "not measured" for row in rows[25:] for cell in row[1:])
 
 
-def test_what_does_not_fit_is_skipped_and_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_is_skipped_and_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = TINY.kv_cache_spec(16, 4)
     smaller, larger = (plan_for(spec, 3, context) for context in (40, 3000))
     weights = TINY.parameter_count(tied=True) * 4
@@ -80,7 +98,9 @@ def test_the_cache_of_a_decode_step_is_exactly_what_its_blocks_need() -> None:
 def test_the_floors_count_what_a_step_must_do() -> None:
     runner = random_runner(TINY, CPU, torch.float32, "none")
     config = TINY
-    matrices = config.parameter_count(tied=False) - config.vocab_size * config.hidden_size  # the embedding is only looked up
+    matrices = (
+        config.parameter_count(tied=False) - config.vocab_size * config.hidden_size
+    )  # the embedding is only looked up
     norms = config.num_hidden_layers * (4 * config.hidden_size + 2 * config.head_dim) + config.hidden_size
     per_token = runner.spec.bytes_per_token_per_layer
     read = sum(part[0] for part in decode_work(runner, 3, 200).values())
@@ -89,7 +109,9 @@ def test_the_floors_count_what_a_step_must_do() -> None:
     head = config.vocab_size * config.hidden_size
     pairs_global, pairs_local = sum(range(1, 101)), sum(min(position, 64) for position in range(1, 101))
     heads = config.num_attention_heads * config.head_dim
-    assert operations == 2 * 100 * (matrices - norms - head) + 2 * head + 4 * heads * (pairs_global + 6 * pairs_local)
+    assert operations == 2 * 100 * (matrices - norms - head) + 2 * head + 4 * heads * (
+        pairs_global + 6 * pairs_local
+    )
     assert Card("", 10.0, 100.0).floor({"a": (20.0, 100.0), "b": (10.0, 500.0)}) == 2.0 + 5.0
 
 

@@ -1,4 +1,5 @@
-"""The benchmark of steps on a CPU: the steps that it times are steps of a text, and its program prints its tables."""
+"""The benchmark of steps on a CPU: the steps that it times are steps of a text, and its program prints its
+tables."""
 
 from pathlib import Path
 
@@ -58,7 +59,14 @@ def test_the_program_prints_its_tables(tmp_path: Path, capsys: pytest.CaptureFix
     assert [title.split(", greedy")[0] for title in titles] == [
         f"{count} sequences, {context} tokens of context each" for count in (1, 3) for context in (20, 100)
     ]
-    for part in ("linear qkv", "attention, local", "attention, global", "linear head", "everything else", "step"):
+    for part in (
+        "linear qkv",
+        "attention, local",
+        "attention, global",
+        "linear head",
+        "everything else",
+        "step",
+    ):
         figures = [float(line[28:37]) for line in lines if line.startswith(part.ljust(28))]
         assert len(figures) == 4, part
         assert min(figures) >= 0

@@ -34,7 +34,8 @@ HF_CONFIG: dict[str, Any] = {
 }
 CONFIG = Gemma3Config.from_hf(HF_CONFIG)
 
-# 320 tokens: control, reserved, user defined (written as GGUF writes them), bytes, then letters and words with scores.
+# 320 tokens: control, reserved, user defined (written as GGUF writes them), bytes, then letters and words
+# with scores.
 _WORDS = ["▁", "a", "b", "c", "▁a", "ab", "▁ab", "abc", "▁abc", "bc"]
 TOKENS = (
     ["<pad>", "<eos>", "<bos>", "<unk>", "<end_of_turn>", "<unused0>", "  ", "<i>"]
@@ -72,7 +73,10 @@ GGUF_METADATA: dict[str, Any] = {
 def random_weights(config: Gemma3Config = CONFIG, seed: int = 0) -> dict[str, torch.Tensor]:
     """Canonical names, bfloat16."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator).mul_(0.1).bfloat16() for name, shape in expected_shapes(config).items()}
+    return {
+        name: torch.randn(shape, generator=generator).mul_(0.1).bfloat16()
+        for name, shape in expected_shapes(config).items()
+    }
 
 
 def gguf_name(canonical: str) -> str:
@@ -131,7 +135,13 @@ def write_folder(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text(
-        json.dumps({"version": "1.0", "added_tokens": [{"id": 4, "content": "<end_of_turn>", "special": True}], "model": {}})
+        json.dumps(
+            {
+                "version": "1.0",
+                "added_tokens": [{"id": 4, "content": "<end_of_turn>", "special": True}],
+                "model": {},
+            }
+        )
     )
     named = {_prefixed(name, prefix): tensor.contiguous() for name, tensor in weights.items()}
     if num_shards == 1:
@@ -143,7 +153,9 @@ def write_folder(
             part = dict(list(named.items())[index::num_shards])
             save_file(part, folder / shard)
             weight_map |= dict.fromkeys(part, shard)
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"metadata": {}, "weight_map": weight_map})
+        )
     for name, content in (files or {}).items():
         (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
     return folder

@@ -11,7 +11,12 @@ from model.checkpoint import dequantize as module
 from model.checkpoint.dequantize import dequantize_rows, package_dequantize
 
 Q = GGMLQuantizationType
-SCALES = {Q.Q8_0: (0,), Q.Q5_0: (0,), Q.Q4_K: (0, 2), Q.Q6_K: (208,)}  # where the half-precision scales of a block lie
+SCALES = {
+    Q.Q8_0: (0,),
+    Q.Q5_0: (0,),
+    Q.Q4_K: (0, 2),
+    Q.Q6_K: (208,),
+}  # where the half-precision scales of a block lie
 
 
 def random_blocks(quantization: GGMLQuantizationType, rows: int, blocks_per_row: int) -> NDArray[np.uint8]:
@@ -28,7 +33,9 @@ def random_blocks(quantization: GGMLQuantizationType, rows: int, blocks_per_row:
 
 @pytest.mark.parametrize("quantization", list(SCALES))
 @pytest.mark.parametrize(("rows", "blocks_per_row"), [(1, 1), (3, 5), (700, 4)])
-def test_the_same_bits_as_the_package(quantization: GGMLQuantizationType, rows: int, blocks_per_row: int) -> None:
+def test_the_same_bits_as_the_package(
+    quantization: GGMLQuantizationType, rows: int, blocks_per_row: int
+) -> None:
     if module._kernels() is None:
         pytest.skip("no C++ compiler: the package does it all")
     raw = random_blocks(quantization, rows, blocks_per_row)

@@ -1,4 +1,5 @@
-"""The embedded Gemma 3 270M opens with the published configuration, complete and checked, before any weight is read."""
+"""The embedded Gemma 3 270M opens with the published configuration, complete and checked, before any weight
+is read."""
 
 import subprocess
 import sys
@@ -22,7 +23,11 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoint]:
 
 def test_it_is_the_published_270m(embedded: Checkpoint) -> None:
     assert embedded.config == SIZES["270m"]
-    assert (embedded.name, embedded.weight_format, embedded.default_sampling) == ("gemma-3-270m", "Q4_K_M", {})
+    assert (embedded.name, embedded.weight_format, embedded.default_sampling) == (
+        "gemma-3-270m",
+        "Q4_K_M",
+        {},
+    )
     assert len(embedded.fingerprint) == 16
 
 
@@ -51,8 +56,6 @@ def test_weights_stream_in_the_order_of_the_network(embedded: Checkpoint) -> Non
 
 
 def test_importing_the_package_imports_no_torch() -> None:
-    code = (
-        "import sys, model.config.gemma3_config, model.checkpoint.open, model.checkpoint.base; sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys, model.config.gemma3_config, model.checkpoint.open, model.checkpoint.base; sys.exit('torch' in sys.modules)"
     root = Path(__file__).parents[3]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

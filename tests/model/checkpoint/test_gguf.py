@@ -1,4 +1,5 @@
-"""A GGUF file gives the configuration and weights of the Hugging Face folder of the same model; broken ones are refused."""
+"""A GGUF file gives the configuration and weights of the Hugging Face folder of the same model; broken ones
+are refused."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,9 @@ def test_gguf_and_folder_of_the_same_weights_agree(tmp_path: Path, weights: Weig
 
 
 def test_every_norm_loses_the_one_that_gguf_adds(tmp_path: Path, weights: Weights, opened: Open) -> None:
-    zero_norms = {name: torch.zeros_like(tensor) if tensor.ndim == 1 else tensor for name, tensor in weights.items()}
+    zero_norms = {
+        name: torch.zeros_like(tensor) if tensor.ndim == 1 else tensor for name, tensor in weights.items()
+    }
     checkpoint = opened(write_gguf(tmp_path / "tiny.gguf", zero_norms))
     norms = [tensor for _, tensor in checkpoint.tensors() if tensor.ndim == 1]
     assert len(norms) == 6 * CONFIG.num_hidden_layers + 1
@@ -39,7 +42,9 @@ def test_every_norm_loses_the_one_that_gguf_adds(tmp_path: Path, weights: Weight
 
 
 @pytest.mark.parametrize("quantization", [Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1])
-def test_quantised_types_come_out_in_float32(quantization: Any, tmp_path: Path, weights: Weights, opened: Open) -> None:
+def test_quantised_types_come_out_in_float32(
+    quantization: Any, tmp_path: Path, weights: Weights, opened: Open
+) -> None:
     checkpoint = opened(write_gguf(tmp_path / "tiny.gguf", weights, quantization=quantization))
     for name, tensor in checkpoint.tensors():
         assert tensor.dtype == torch.float32
@@ -93,7 +98,9 @@ def test_a_missing_tensor_is_named(tmp_path: Path, weights: Weights, opened: Ope
 
 def test_an_unknown_tensor_is_named(tmp_path: Path, opened: Open) -> None:
     with pytest.raises(CheckpointError, match=r"tiny.gguf.*model\.extra\.weight"):
-        opened(write_gguf(tmp_path / "tiny.gguf", {"model.extra.weight": torch.zeros(32, 32)}, raw_names=True))
+        opened(
+            write_gguf(tmp_path / "tiny.gguf", {"model.extra.weight": torch.zeros(32, 32)}, raw_names=True)
+        )
 
 
 def test_a_wrong_shape_is_named(tmp_path: Path, weights: Weights, opened: Open) -> None:
@@ -102,7 +109,9 @@ def test_a_wrong_shape_is_named(tmp_path: Path, weights: Weights, opened: Open) 
         opened(write_gguf(tmp_path / "tiny.gguf", weights))
 
 
-def test_a_token_list_of_another_length_than_the_embedding_is_refused(tmp_path: Path, weights: Weights, opened: Open) -> None:
+def test_a_token_list_of_another_length_than_the_embedding_is_refused(
+    tmp_path: Path, weights: Weights, opened: Open
+) -> None:
     shorter = {
         "tokenizer.ggml.tokens": TOKENS[:-1],
         "tokenizer.ggml.scores": [0.0] * 319,
@@ -128,12 +137,16 @@ def test_a_token_list_of_another_length_than_the_embedding_is_refused(tmp_path: 
         ({"general.alignment": 0}, r"general\.alignment"),
     ],
 )
-def test_a_bad_key_is_named(changes: dict[str, Any], named: str, tmp_path: Path, weights: Weights, opened: Open) -> None:
+def test_a_bad_key_is_named(
+    changes: dict[str, Any], named: str, tmp_path: Path, weights: Weights, opened: Open
+) -> None:
     with pytest.raises(ModelError, match=f"tiny.gguf.*{named}"):
         opened(write_gguf(tmp_path / "tiny.gguf", weights, changes=changes))
 
 
-def test_a_type_that_cannot_be_dequantised_names_the_tensor(tmp_path: Path, weights: Weights, opened: Open) -> None:
+def test_a_type_that_cannot_be_dequantised_names_the_tensor(
+    tmp_path: Path, weights: Weights, opened: Open
+) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", weights)
     content = bytearray(path.read_bytes())
     name = b"blk.2.attn_q.weight"
@@ -144,7 +157,9 @@ def test_a_type_that_cannot_be_dequantised_names_the_tensor(tmp_path: Path, weig
         opened(path)
 
 
-def test_values_that_are_not_finite_are_refused_while_loading(tmp_path: Path, weights: Weights, opened: Open) -> None:
+def test_values_that_are_not_finite_are_refused_while_loading(
+    tmp_path: Path, weights: Weights, opened: Open
+) -> None:
     weights["model.norm.weight"] = torch.full((64,), float("nan"))
     checkpoint = opened(write_gguf(tmp_path / "tiny.gguf", weights))
     with pytest.raises(CheckpointError, match=r"output_norm\.weight.*not finite"):
@@ -154,12 +169,18 @@ def test_values_that_are_not_finite_are_refused_while_loading(tmp_path: Path, we
 def test_missing_empty_and_foreign_files_are_refused(tmp_path: Path, opened: Open) -> None:
     (tmp_path / "empty.gguf").touch()
     (tmp_path / "pickle.bin").write_bytes(b"x")
-    for path, text in (("nowhere.gguf", "no such file"), ("empty.gguf", "is empty"), ("pickle.bin", "only .gguf files")):
+    for path, text in (
+        ("nowhere.gguf", "no such file"),
+        ("empty.gguf", "is empty"),
+        ("pickle.bin", "only .gguf files"),
+    ):
         with pytest.raises(CheckpointError, match=text):
             opened(tmp_path / path)
 
 
-def test_a_folder_with_one_gguf_file_and_no_config_is_that_file(tmp_path: Path, weights: Weights, opened: Open) -> None:
+def test_a_folder_with_one_gguf_file_and_no_config_is_that_file(
+    tmp_path: Path, weights: Weights, opened: Open
+) -> None:
     (tmp_path / "my-model").mkdir()
     write_gguf(tmp_path / "my-model" / "weights.gguf", weights)
     checkpoint = opened(tmp_path / "my-model")
@@ -168,7 +189,9 @@ def test_a_folder_with_one_gguf_file_and_no_config_is_that_file(tmp_path: Path, 
 
 def test_a_chat_template_in_the_file_is_found(tmp_path: Path, weights: Weights, opened: Open) -> None:
     changes = {"tokenizer.chat_template": "{{ messages }}"}
-    assert opened(write_gguf(tmp_path / "tiny.gguf", weights, changes=changes)).chat_template == "{{ messages }}"
+    assert (
+        opened(write_gguf(tmp_path / "tiny.gguf", weights, changes=changes)).chat_template == "{{ messages }}"
+    )
     assert opened(write_gguf(tmp_path / "plain.gguf", weights)).chat_template is None
 
 
@@ -179,7 +202,10 @@ def test_config_errors_keep_their_kind(tmp_path: Path, weights: Weights, opened:
 
 def test_numpy_warnings_stay_out_of_loading(tmp_path: Path, opened: Open) -> None:
     """Values beyond float16's range are noticed as not finite, not as a numpy warning."""
-    huge = {name: torch.full_like(tensor, 1e38) if tensor.ndim == 2 else tensor for name, tensor in random_weights().items()}
+    huge = {
+        name: torch.full_like(tensor, 1e38) if tensor.ndim == 2 else tensor
+        for name, tensor in random_weights().items()
+    }
     with np.errstate(over="ignore"):
         path = write_gguf(tmp_path / "tiny.gguf", huge, quantization=Q.Q8_0)
     with pytest.raises(CheckpointError, match="not finite"):

@@ -1,4 +1,5 @@
-"""Broken and hostile GGUF files end in a clean error that names the file, in bounded time and memory: no crash, no hang."""
+"""Broken and hostile GGUF files end in a clean error that names the file, in bounded time and memory: no
+crash, no hang."""
 
 import os
 import random
@@ -36,10 +37,18 @@ def array(element_type: int, length: int, content: bytes = b"") -> bytes:
 
 
 def tensor(
-    name: bytes = b"t", dimensions: tuple[int, ...] = (32,), kind: int = F32, offset: int = 0, count: int | None = None
+    name: bytes = b"t",
+    dimensions: tuple[int, ...] = (32,),
+    kind: int = F32,
+    offset: int = 0,
+    count: int | None = None,
 ) -> bytes:
     number = len(dimensions) if count is None else count
-    return string(name) + struct.pack("<I", number) + struct.pack(f"<{len(dimensions)}QIQ", *dimensions, kind, offset)
+    return (
+        string(name)
+        + struct.pack("<I", number)
+        + struct.pack(f"<{len(dimensions)}QIQ", *dimensions, kind, offset)
+    )
 
 
 def header(
@@ -65,10 +74,15 @@ def parse(content: bytes) -> GGUFHeader:
 
 
 def test_the_builder_of_these_tests_makes_valid_files() -> None:
-    parsed = parse(header((entry(b"a", UINT32, struct.pack("<I", 7)), entry(b"b", STRING, string(b"x"))), (tensor(),)))
+    parsed = parse(
+        header((entry(b"a", UINT32, struct.pack("<I", 7)), entry(b"b", STRING, string(b"x"))), (tensor(),))
+    )
     assert parsed.metadata == {"a": 7, "b": "x"}
     assert parsed.tensors["t"].shape == (32,)
-    assert parse(header((), (tensor(dimensions=(64, 2), kind=Q4_0),), version=2)).tensors["t"].num_bytes == 2 * 2 * 18
+    assert (
+        parse(header((), (tensor(dimensions=(64, 2), kind=Q4_0),), version=2)).tensors["t"].num_bytes
+        == 2 * 2 * 18
+    )
 
 
 HOSTILE = {
@@ -80,7 +94,10 @@ HOSTILE = {
     "more tensors than bytes": (header(num_tensors=60_000), "number of tensors"),
     "huge number of entries": (header(num_entries=2**64 - 1), "number of metadata entries"),
     "key of 2**63 bytes": (header((struct.pack("<Q", 2**63),), num_entries=1), "metadata key"),
-    "string of 2**63 bytes": (header((entry(b"k", STRING, struct.pack("<Q", 2**63)),)), "'k'.*9223372036854775808"),
+    "string of 2**63 bytes": (
+        header((entry(b"k", STRING, struct.pack("<Q", 2**63)),)),
+        "'k'.*9223372036854775808",
+    ),
     "string past the end": (header((entry(b"k", STRING, struct.pack("<Q", 5000)),)), "'k'.*5000"),
     "string that is not UTF-8": (header((entry(b"k", STRING, string(b"\xff")),)), "'k'.*UTF-8"),
     "array of 2**63 strings": (header((entry(b"k", ARRAY, array(STRING, 2**63)),)), "'k'"),
@@ -90,23 +107,41 @@ HOSTILE = {
         header((entry(b"k", ARRAY, array(STRING, 2, string(b"a") + struct.pack("<Q", 2**64 - 1))),)),
         "'k': element 1",
     ),
-    "array with a string that is not UTF-8": (header((entry(b"k", ARRAY, array(STRING, 1, string(b"\xff"))),)), "'k': element 0"),
+    "array with a string that is not UTF-8": (
+        header((entry(b"k", ARRAY, array(STRING, 1, string(b"\xff"))),)),
+        "'k': element 0",
+    ),
     "nested arrays": (header((entry(b"k", ARRAY, array(ARRAY, 1) * 50),)), "'k'.*nested"),
     "unknown value type": (header((entry(b"k", 13, b""),)), "'k'.*13"),
     "unknown element type": (header((entry(b"k", ARRAY, array(77, 1)),)), "'k'.*77"),
     "a key twice": (header((entry(b"k", UINT32, b"\0" * 4),) * 2), "'k' stands twice"),
     "alignment 0": (header((entry(b"general.alignment", UINT32, b"\0" * 4),)), "general.alignment"),
-    "alignment 24": (header((entry(b"general.alignment", UINT32, struct.pack("<I", 24)),)), "general.alignment"),
-    "alignment 2**31": (header((entry(b"general.alignment", UINT32, struct.pack("<I", 2**31)),)), "general.alignment"),
-    "alignment of another type": (header((entry(b"general.alignment", STRING, string(b"32")),)), "general.alignment"),
+    "alignment 24": (
+        header((entry(b"general.alignment", UINT32, struct.pack("<I", 24)),)),
+        "general.alignment",
+    ),
+    "alignment 2**31": (
+        header((entry(b"general.alignment", UINT32, struct.pack("<I", 2**31)),)),
+        "general.alignment",
+    ),
+    "alignment of another type": (
+        header((entry(b"general.alignment", STRING, string(b"32")),)),
+        "general.alignment",
+    ),
     "n_dims 0xFFFFFFFF": (header((), (tensor(count=0xFFFFFFFF),)), "'t'.*4294967295 dimensions"),
     "no dimensions": (header((), (tensor(dimensions=()),)), "'t'.*0 dimensions"),
     "five dimensions": (header((), (tensor(dimensions=(1,) * 5),)), "'t'.*5 dimensions"),
     "dimension 0": (header((), (tensor(dimensions=(32, 0)),)), "'t'.*dimensions"),
     "dimension 2**63": (header((), (tensor(dimensions=(2**63,)),)), "'t'.*dimensions"),
     "dimensions that overflow": (header((), (tensor(dimensions=(2**32, 2**32)),)), "'t'.*dimensions"),
-    "dimensions that overflow to a small number": (header((), (tensor(dimensions=(2**32, 2**32, 32, 1)),)), "'t'.*dimensions"),
-    "rows that are not whole blocks": (header((), (tensor(dimensions=(33,), kind=Q4_0),)), "'t'.*whole blocks"),
+    "dimensions that overflow to a small number": (
+        header((), (tensor(dimensions=(2**32, 2**32, 32, 1)),)),
+        "'t'.*dimensions",
+    ),
+    "rows that are not whole blocks": (
+        header((), (tensor(dimensions=(33,), kind=Q4_0),)),
+        "'t'.*whole blocks",
+    ),
     "unknown quantisation": (header((), (tensor(kind=9999),)), "'t'.*9999"),
     "removed quantisation": (header((), (tensor(kind=4),)), "'t'.* 4 "),
     "offset past the end": (header((), (tensor(offset=1 << 20),)), "'t'.*file has"),
@@ -135,7 +170,9 @@ def test_a_hostile_header_is_refused_by_name_in_bounded_time_and_memory(name: st
 def test_many_arrays_of_empty_strings_share_one_budget() -> None:
     """Each array alone is small; together they would keep a Python loop busy for minutes."""
     half = MAX_ARRAY_STRINGS // 2
-    entries = tuple(entry(b"k%d" % index, ARRAY, array(STRING, half, b"\0" * (8 * half))) for index in range(3))
+    entries = tuple(
+        entry(b"k%d" % index, ARRAY, array(STRING, half, b"\0" * (8 * half))) for index in range(3)
+    )
     with pytest.raises(CheckpointError, match="k2"):
         parse(header(entries))
 
@@ -148,7 +185,11 @@ def whole_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("cut", ["0", "3", "8", "1000", "half", "last 32"])
 def test_a_cut_file_is_refused(cut: str, whole_file: Path, tmp_path: Path, opened: Open) -> None:
     content = whole_file.read_bytes()
-    length = {"half": len(content) // 2, "last 32": len(content) - 32}.get(cut) if not cut.isdecimal() else int(cut)
+    length = (
+        {"half": len(content) // 2, "last 32": len(content) - 32}.get(cut)
+        if not cut.isdecimal()
+        else int(cut)
+    )
     path = tmp_path / "cut.gguf"
     path.write_bytes(content[:length])
     with pytest.raises(CheckpointError, match=r"cut\.gguf"):
@@ -156,11 +197,15 @@ def test_a_cut_file_is_refused(cut: str, whole_file: Path, tmp_path: Path, opene
 
 
 def test_flipped_bytes_give_a_clean_error_or_a_working_checkpoint(whole_file: Path, tmp_path: Path) -> None:
-    """Sampled over the first 4 kB and over the table of tensors; a flip inside a token's text is harmless and may load."""
+    """Sampled over the first 4 kB and over the table of tensors; a flip inside a token's text is harmless and
+    may load."""
     content = bytearray(whole_file.read_bytes())
     random_source = random.Random(67)
     table = content.index(b"token_embd.weight")
-    positions = [*random_source.sample(range(4096), 250), *random_source.sample(range(table, table + 4096), 150)]
+    positions = [
+        *random_source.sample(range(4096), 250),
+        *random_source.sample(range(table, table + 4096), 150),
+    ]
     path = tmp_path / "flipped.gguf"
     messages: list[str] = []
     for position in positions:

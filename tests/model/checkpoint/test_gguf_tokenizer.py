@@ -21,7 +21,9 @@ from model.checkpoint.tokenizer_cache import cached_tokenizer
 from model.interface.errors import CheckpointError
 from tests.model.checkpoint.conftest import SCORES, TOKENS, TYPES, write_gguf
 
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "tokenizer_cases.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads(
+    (Path(__file__).parents[2] / "golden" / "tokenizer_cases.json").read_text(encoding="utf-8")
+)
 METADATA: dict[str, Any] = {
     "tokenizer.ggml.model": "llama",
     "tokenizer.ggml.tokens": TOKENS,
@@ -42,7 +44,9 @@ def published_ids_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokeniz
 
 def test_the_rebuilt_tokenizer_passes_every_golden_case(published_ids_tokenizer: Tokenizer) -> None:
     for case in GOLDEN["cases"]:
-        assert published_ids_tokenizer.encode(case["text"], add_special_tokens=False).ids == case["ids"], case["text"]
+        assert published_ids_tokenizer.encode(case["text"], add_special_tokens=False).ids == case["ids"], (
+            case["text"]
+        )
         assert published_ids_tokenizer.decode(case["ids"], skip_special_tokens=False) == case["decoded"]
 
 
@@ -84,7 +88,9 @@ def test_user_defined_spaces_are_a_token_and_control_tokens_are_special() -> Non
 def test_a_token_with_a_space_in_it_survives() -> None:
     """Such pairs cannot be written in the short spelling of merges."""
     tokens = [*TOKENS[:-1], "a b"]
-    document = json.loads(build_tokenizer_json({**METADATA, "tokenizer.ggml.tokens": tokens}, "tiny.gguf", progress=False))
+    document = json.loads(
+        build_tokenizer_json({**METADATA, "tokenizer.ggml.tokens": tokens}, "tiny.gguf", progress=False)
+    )
     assert document["model"]["vocab"]["a b"] == 319
     assert all(isinstance(merge, list) for merge in document["model"]["merges"])
 
@@ -126,7 +132,9 @@ def test_a_tokenizer_is_converted_once_and_the_entry_verifies_itself(tmp_path: P
 
 
 @pytest.mark.parametrize("content", [b"", b'{"conv', b'{"converted": "e"}'])
-def test_a_damaged_entry_is_noticed_and_rebuilt(content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_entry_is_noticed_and_rebuilt(
+    content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     build = Builder()
     entry = cached_tokenizer("key", build, tmp_path)
     whole = entry.read_bytes()
@@ -149,7 +157,10 @@ def test_an_interrupted_write_leaves_no_entry(tmp_path: Path, monkeypatch: pytes
 def test_what_a_killed_start_has_left_half_written_is_removed(tmp_path: Path) -> None:
     folder = tmp_path / "tokenizers"
     folder.mkdir()
-    old, young = folder / ".writing-old", folder / ".writing-young"  # the second one is being written by another start
+    old, young = (
+        folder / ".writing-old",
+        folder / ".writing-young",
+    )  # the second one is being written by another start
     for file in (old, young):
         file.write_text('{"conv')
     os.utime(old, (0, 0))
@@ -176,7 +187,9 @@ def test_a_full_disk_under_the_cache_costs_one_warning(
     shutil.rmtree(file.parent)
 
 
-def test_a_cache_that_cannot_be_written_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_that_cannot_be_written_costs_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "cache").write_text("a file where the folder should be")
     file = cached_tokenizer("key", Builder(), tmp_path / "cache")
     assert json.loads(file.read_text(encoding="utf-8")) == {"converted": "é"}

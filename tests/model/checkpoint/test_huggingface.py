@@ -1,4 +1,5 @@
-"""Hugging Face folders: one file or shards, every prefix and kind of head; what is missing, damaged or unsafe is refused."""
+"""Hugging Face folders: one file or shards, every prefix and kind of head; what is missing, damaged or unsafe
+is refused."""
 
 import json
 import os
@@ -28,7 +29,9 @@ def test_every_layout_gives_the_same_tensors(
     checkpoint = opened(write_folder(tmp_path / "tiny", weights, prefix=prefix, num_shards=num_shards))
     loaded = dict(checkpoint.tensors())
     assert loaded.keys() == weights.keys()
-    assert all(torch.equal(loaded[name], weights[name]) and loaded[name].dtype == torch.bfloat16 for name in weights)
+    assert all(
+        torch.equal(loaded[name], weights[name]) and loaded[name].dtype == torch.bfloat16 for name in weights
+    )
     assert (checkpoint.name, checkpoint.weight_format) == ("tiny", "bfloat16")
 
 
@@ -36,10 +39,16 @@ def test_a_nested_config_with_a_vision_tower_loads_its_text_model(
     tmp_path: Path, weights: Weights, opened: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = {key: value for key, value in HF_CONFIG.items() if key != "architectures"}
-    nested = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    nested = {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": text,
+    }
     folder = write_folder(tmp_path / "tiny", weights, config=nested, prefix="language_model.model.")
     vision = {"vision_tower.x.weight": torch.zeros(3), "multi_modal_projector.y": torch.zeros(3)}
-    save_file({f"language_model.{name}": t for name, t in weights.items()} | vision, folder / "model.safetensors")
+    save_file(
+        {f"language_model.{name}": t for name, t in weights.items()} | vision, folder / "model.safetensors"
+    )
     with caplog.at_level("INFO"):
         checkpoint = opened(folder)
     assert dict(checkpoint.tensors()).keys() == weights.keys()
@@ -47,10 +56,13 @@ def test_a_nested_config_with_a_vision_tower_loads_its_text_model(
 
 
 @pytest.mark.parametrize(
-    ("head", "tie", "tied"), [("absent", True, True), ("equal", True, True), ("equal", False, True), ("different", False, False)]
+    ("head", "tie", "tied"),
+    [("absent", True, True), ("equal", True, True), ("equal", False, True), ("different", False, False)],
 )
 @pytest.mark.parametrize("prefix", ["", "language_model.model."])
-def test_output_head(head: str, tie: bool, tied: bool, prefix: str, tmp_path: Path, weights: Weights, opened: Open) -> None:
+def test_output_head(
+    head: str, tie: bool, tied: bool, prefix: str, tmp_path: Path, weights: Weights, opened: Open
+) -> None:
     embedding = weights["model.embed_tokens.weight"]
     if head != "absent":
         weights["lm_head.weight"] = embedding.clone() if head == "equal" else embedding + 1
@@ -68,9 +80,13 @@ def test_an_absent_head_without_tying_is_named(tmp_path: Path, weights: Weights,
         opened(write_folder(tmp_path / "tiny", weights, config={**HF_CONFIG, "tie_word_embeddings": False}))
 
 
-def test_a_different_head_with_tying_is_refused_rather_than_dropped(tmp_path: Path, weights: Weights, opened: Open) -> None:
+def test_a_different_head_with_tying_is_refused_rather_than_dropped(
+    tmp_path: Path, weights: Weights, opened: Open
+) -> None:
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
-    with pytest.raises(CheckpointError, match=r"model\.safetensors.*lm_head\.weight.*tie_word_embeddings is true"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors.*lm_head\.weight.*tie_word_embeddings is true"
+    ):
         opened(write_folder(tmp_path / "tiny", weights))
 
 
@@ -79,10 +95,17 @@ def test_a_different_head_with_tying_is_refused_rather_than_dropped(tmp_path: Pa
     [(1, None, (1, 4)), ([1, 6], None, (1, 4, 6)), (1, [1, 7], (1, 4, 7)), (None, 4, (1, 4))],
 )
 def test_the_stop_set_is_a_union(
-    config_eos: Any, generation_eos: Any, expected: tuple[int, ...], tmp_path: Path, weights: Weights, opened: Open
+    config_eos: Any,
+    generation_eos: Any,
+    expected: tuple[int, ...],
+    tmp_path: Path,
+    weights: Weights,
+    opened: Open,
 ) -> None:
     files = {} if generation_eos is None else {"generation_config.json": {"eos_token_id": generation_eos}}
-    folder = write_folder(tmp_path / "tiny", weights, config={**HF_CONFIG, "eos_token_id": config_eos}, files=files)
+    folder = write_folder(
+        tmp_path / "tiny", weights, config={**HF_CONFIG, "eos_token_id": config_eos}, files=files
+    )
     assert opened(folder).config.eos_token_ids == expected
 
 
@@ -92,7 +115,9 @@ def test_end_of_turn_is_found_in_any_order_of_keys(tmp_path: Path, weights: Weig
     assert opened(folder).config.eos_token_ids == (1, 9)
 
 
-def test_an_end_of_turn_beyond_the_embedding_is_not_a_stop_token(tmp_path: Path, weights: Weights, opened: Open) -> None:
+def test_an_end_of_turn_beyond_the_embedding_is_not_a_stop_token(
+    tmp_path: Path, weights: Weights, opened: Open
+) -> None:
     added = [{"id": 9999, "content": "<end_of_turn>"}]
     folder = write_folder(tmp_path / "tiny", weights, files={"tokenizer.json": {"added_tokens": added}})
     assert opened(folder).config.eos_token_ids == (1,)
@@ -104,8 +129,17 @@ def test_more_embedding_rows_than_tokens_are_accepted(tmp_path: Path, opened: Op
     assert checkpoint.config.vocab_size == 320
 
 
-def test_sampling_defaults_come_from_the_generation_config(tmp_path: Path, weights: Weights, opened: Open) -> None:
-    generation = {"temperature": 1.0, "top_k": 64, "top_p": 0.95, "do_sample": True, "min_p": None, "max_length": 10}
+def test_sampling_defaults_come_from_the_generation_config(
+    tmp_path: Path, weights: Weights, opened: Open
+) -> None:
+    generation = {
+        "temperature": 1.0,
+        "top_k": 64,
+        "top_p": 0.95,
+        "do_sample": True,
+        "min_p": None,
+        "max_length": 10,
+    }
     folder = write_folder(tmp_path / "tiny", weights, files={"generation_config.json": generation})
     assert opened(folder).default_sampling == {"temperature": 1.0, "top_k": 64, "top_p": 0.95}
 
@@ -116,23 +150,33 @@ def test_sampling_defaults_come_from_the_generation_config(tmp_path: Path, weigh
         ({}, None),
         ({"tokenizer_config.json": {"chat_template": "T"}}, "T"),
         (
-            {"tokenizer_config.json": {"chat_template": [{"name": "x", "template": "X"}, {"name": "default", "template": "D"}]}},
+            {
+                "tokenizer_config.json": {
+                    "chat_template": [{"name": "x", "template": "X"}, {"name": "default", "template": "D"}]
+                }
+            },
             "D",
         ),
         ({"tokenizer_config.json": {"chat_template": "T"}, "chat_template.jinja": "J"}, "J"),
         ({"chat_template.json": {"chat_template": "C"}}, "C"),
     ],
 )
-def test_chat_template(files: dict[str, Any], expected: str | None, tmp_path: Path, weights: Weights, opened: Open) -> None:
+def test_chat_template(
+    files: dict[str, Any], expected: str | None, tmp_path: Path, weights: Weights, opened: Open
+) -> None:
     assert opened(write_folder(tmp_path / "tiny", weights, files=files)).chat_template == expected
 
 
-def test_the_index_decides_which_shard_a_tensor_comes_from(tmp_path: Path, weights: Weights, opened: Open) -> None:
+def test_the_index_decides_which_shard_a_tensor_comes_from(
+    tmp_path: Path, weights: Weights, opened: Open
+) -> None:
     folder = write_folder(tmp_path / "tiny", weights, num_shards=2)
     first, second = (folder / f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     name = next(key for key, shard in index.items() if shard == first.name)
-    stale = {key: weights[key] for key, shard in index.items() if shard == second.name} | {name: weights[name] + 1}
+    stale = {key: weights[key] for key, shard in index.items() if shard == second.name} | {
+        name: weights[name] + 1
+    }
     save_file(stale, second)
     assert torch.equal(dict(opened(folder).tensors())[name], weights[name])
 
@@ -158,7 +202,9 @@ def test_a_missing_shard_is_named(sharded: Path, opened: Open) -> None:
 def test_a_truncated_shard_is_named_with_the_tensor(sharded: Path, opened: Open) -> None:
     shard = sharded / "model-00002-of-00002.safetensors"
     os.truncate(shard, shard.stat().st_size - 100)
-    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors: tensor 'model\..*truncated"):
+    with pytest.raises(
+        CheckpointError, match=r"model-00002-of-00002\.safetensors: tensor 'model\..*truncated"
+    ):
         opened(sharded)
 
 
@@ -181,7 +227,16 @@ def test_a_tensor_that_the_index_does_not_list_is_named(sharded: Path, opened: O
 
 
 @pytest.mark.parametrize(
-    "target", ["../../etc/passwd", "/etc/passwd", "../x.safetensors", "/x.safetensors", "a\\b.safetensors", "x.bin", ""]
+    "target",
+    [
+        "../../etc/passwd",
+        "/etc/passwd",
+        "../x.safetensors",
+        "/x.safetensors",
+        "a\\b.safetensors",
+        "x.bin",
+        "",
+    ],
 )
 def test_an_index_that_points_outside_the_folder_is_refused(target: str, sharded: Path, opened: Open) -> None:
     (sharded.parent / "x.safetensors").write_bytes(b"")
@@ -191,9 +246,13 @@ def test_an_index_that_points_outside_the_folder_is_refused(target: str, sharded
         opened(sharded)
 
 
-def test_a_wrong_shape_names_file_tensor_and_both_shapes(tmp_path: Path, weights: Weights, opened: Open) -> None:
+def test_a_wrong_shape_names_file_tensor_and_both_shapes(
+    tmp_path: Path, weights: Weights, opened: Open
+) -> None:
     weights["model.layers.1.mlp.up_proj.weight"] = torch.zeros(97, 64)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors.*layers\.1\.mlp\.up_proj.*\[97, 64\].*\[96, 64\]"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors.*layers\.1\.mlp\.up_proj.*\[97, 64\].*\[96, 64\]"
+    ):
         opened(write_folder(tmp_path / "tiny", weights))
 
 
@@ -240,18 +299,26 @@ def test_missing_pieces_are_named(tmp_path: Path, weights: Weights, opened: Open
         opened(folder)
 
 
-@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "file", ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors.index.json"]
+)
 @pytest.mark.parametrize("content", ["", "{", "[]", "[" * 100_000])
-def test_damaged_json_names_the_file(file: str, content: str, tmp_path: Path, weights: Weights, opened: Open) -> None:
+def test_damaged_json_names_the_file(
+    file: str, content: str, tmp_path: Path, weights: Weights, opened: Open
+) -> None:
     with pytest.raises(CheckpointError, match=file.replace(".", r"\.")):
         opened(write_folder(tmp_path / "tiny", weights, files={file: content}))
 
 
-def test_a_config_that_is_not_understood_names_the_file(tmp_path: Path, weights: Weights, opened: Open) -> None:
+def test_a_config_that_is_not_understood_names_the_file(
+    tmp_path: Path, weights: Weights, opened: Open
+) -> None:
     with pytest.raises(ConfigError, match=r"config\.json: model_type 'llama'"):
         opened(write_folder(tmp_path / "tiny", weights, config={**HF_CONFIG, "model_type": "llama"}))
     with pytest.raises(ConfigError, match=r"generation_config\.json.*token ids"):
-        opened(write_folder(tmp_path / "tiny2", weights, files={"generation_config.json": {"eos_token_id": 320}}))
+        opened(
+            write_folder(tmp_path / "tiny2", weights, files={"generation_config.json": {"eos_token_id": 320}})
+        )
 
 
 def _entry(start: Any = 0, end: Any = 4, shape: Any = (1,), dtype: Any = "F32") -> dict[str, Any]:

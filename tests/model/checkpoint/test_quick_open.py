@@ -1,4 +1,5 @@
-"""What makes opening a GGUF quick gives the same as what it replaces: strings without a loop, parts mapped, not read."""
+"""What makes opening a GGUF quick gives the same as what it replaces: strings without a loop, parts mapped,
+not read."""
 
 import mmap
 import random
@@ -24,7 +25,9 @@ def random_texts(seed: int, count: int = 2000) -> list[bytes]:
     return ["".join(generator.choices(alphabet, k=generator.randint(1, 10))).encode() for _ in range(count)]
 
 
-def read(content: bytes, count: int, monkeypatch: pytest.MonkeyPatch, *, quick: bool) -> tuple[list[str], int]:
+def read(
+    content: bytes, count: int, monkeypatch: pytest.MonkeyPatch, *, quick: bool
+) -> tuple[list[str], int]:
     monkeypatch.setattr(gguf_header, "SHORTEST_QUICK_ARRAY", 1 if quick else 1 << 60)
     parser = _Parser(memoryview(content), "file")
     parser.position = 3
@@ -46,11 +49,23 @@ def test_strings_are_read_the_same_without_a_loop(seed: int, monkeypatch: pytest
 
 @pytest.mark.parametrize(
     "unusual",
-    [b"", b"\0", b"a\0b", b"\0" * 7, b"x" * 255, b"x" * 256, b"y" * 70_000, struct.pack("<Q", 3), b"\0" * 15 + b"a"],
+    [
+        b"",
+        b"\0",
+        b"a\0b",
+        b"\0" * 7,
+        b"x" * 255,
+        b"x" * 256,
+        b"y" * 70_000,
+        struct.pack("<Q", 3),
+        b"\0" * 15 + b"a",
+    ],
     ids=repr,
 )
 @pytest.mark.parametrize("place", [0, 1000, 1999])
-def test_unusual_strings_are_read_the_same(unusual: bytes, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusual_strings_are_read_the_same(
+    unusual: bytes, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     texts = random_texts(place)
     texts[place] = unusual
     content = b"abc" + encoded(texts) + encoded(random_texts(7, 100))

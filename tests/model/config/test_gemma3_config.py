@@ -1,4 +1,5 @@
-"""Every spelling of a configuration gives the same frozen Gemma3Config; what is not understood is refused by name."""
+"""Every spelling of a configuration gives the same frozen Gemma3Config; what is not understood is refused by
+name."""
 
 import dataclasses
 from typing import Any
@@ -170,7 +171,10 @@ def test_bytes_per_token_of_the_270m_in_bfloat16() -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}, "yarn"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_parameters"),
-        ({"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "sliding_attention"),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "sliding_attention",
+        ),
         ({"layer_types": ["full_attention"]}, "layer_types"),
         ({"layer_types": ["chunked_attention"] * 18}, "layer_types"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers"),
@@ -209,7 +213,12 @@ def test_a_gguf_that_is_not_understood_is_refused_by_name(key: str, value: Any, 
 
 
 @pytest.mark.parametrize(
-    "key", [key for key in GGUF if key.startswith("gemma3.") and "value_length" not in key and "freq_base" not in key]
+    "key",
+    [
+        key
+        for key in GGUF
+        if key.startswith("gemma3.") and "value_length" not in key and "freq_base" not in key
+    ],
 )
 def test_a_missing_gguf_key_is_named(key: str) -> None:
     with pytest.raises(ConfigError, match=key):

@@ -1,5 +1,5 @@
-"""CUDA graphs of decode steps, over a stand-in for the device: what is padded, what is sent, and that a replayed step is the
-eager one bit for bit. The same on a real device where there is one."""
+"""CUDA graphs of decode steps, over a stand-in for the device: what is padded, what is sent, and that a
+replayed step is the eager one bit for bit. The same on a real device where there is one."""
 
 import random
 
@@ -65,7 +65,9 @@ def test_what_is_not_a_batch_of_decodes_runs_eagerly_and_in_between() -> None:
     runs.step()
     assert device.replayed == [4]
     late = TestSequence(random_prompt(40)), TestSequence(random_prompt(40))
-    for side, harness in enumerate((runs.graphed, runs.eager)):  # a mixed step, in which the decodes fill up blocks
+    for side, harness in enumerate(
+        (runs.graphed, runs.eager)
+    ):  # a mixed step, in which the decodes fill up blocks
         harness.run([*[(pair[side], 1) for pair in runs.pairs], (late[side], 39)])
     assert device.replayed == [4]
     for pair in runs.pairs:
@@ -79,7 +81,8 @@ def test_what_is_not_a_batch_of_decodes_runs_eagerly_and_in_between() -> None:
 
 @needs_kernels
 def test_sampled_tokens_and_errors_are_those_of_eager_steps() -> None:
-    """Through ``run``: one sequence whose numbers are not finite fails alone, in a row that later serves another."""
+    """Through ``run``: one sequence whose numbers are not finite fails alone, in a row that later serves
+    another."""
     model = make_model(cpu_ops(torch.float32))
     runs = PairedRuns(model, RerunDevice(), LiveHarness)
     for length in (20, 21, 22):
@@ -87,7 +90,8 @@ def test_sampled_tokens_and_errors_are_those_of_eager_steps() -> None:
     for side, harness in enumerate((runs.graphed, runs.eager)):
         harness.cache.layers[0].values[runs.pairs[1][side].local_table[0], 3] = torch.inf
     results = [
-        list(harness.run([(pair[side], 1) for pair in runs.pairs])) for side, harness in enumerate((runs.graphed, runs.eager))
+        list(harness.run([(pair[side], 1) for pair in runs.pairs]))
+        for side, harness in enumerate((runs.graphed, runs.eager))
     ]
     assert results[0] == results[1]
     assert [result.error is None for result in results[0]] == [True, False, True]
@@ -107,7 +111,8 @@ def test_memory_of_the_host_is_not_written_before_the_device_has_taken_it() -> N
     runs.start(5, seed=1)
     for _ in range(5):
         runs.step()
-    # RecordedEvent itself refuses to be recorded twice without a wait; of two buffers, each waited for its former use only.
+    # RecordedEvent itself refuses to be recorded twice without a wait; of two buffers, each waited for its
+    # former use only.
     assert [event.recorded for event in device.events] == [2, 3]
     assert [event.synchronized for event in device.events] == [1, 2]
 
@@ -150,7 +155,7 @@ def test_a_cpu_gets_no_graphs_and_a_new_cache_drops_them() -> None:
     assert harness.runner._graphs is None
 
 
-# -- rows ----------------------------------------------------------------------------------------------------------------------
+# -- rows ----------------------------------------------------------------------------------------------------
 
 
 def decode(table: list[int], position: int, local_table: list[int] | None = None) -> SequenceChunk:
@@ -170,7 +175,9 @@ def test_a_sequence_keeps_its_row_and_sends_only_new_blocks() -> None:
     layout = rows.lay_out([decode(second, 3), decode(third, 12), decode(first, 7)])
     assert layout.rows.tolist() == [1, 2, 0]
     assert (layout.places, layout.entries) == ([23, 63], [34, 34])
-    layout = rows.lay_out([decode(third, 13), decode(second, 3)])  # the first has ended: the last takes its row
+    layout = rows.lay_out(
+        [decode(third, 13), decode(second, 3)]
+    )  # the first has ended: the last takes its row
     assert layout.rows.tolist() == [0, 1]
     assert layout.places == [0, 1, 2, 3, 41, 42, 43]  # of a local table, what the window reaches
     layout = rows.lay_out([decode(third, 14), decode(second, 3)])
@@ -190,7 +197,10 @@ def test_another_list_is_another_sequence_even_where_it_equals() -> None:
     table, other = [1], [1]
     rows.lay_out([decode(table, 0)])
     assert rows.lay_out([decode(other, 0)]).places == [0, 8]
-    assert rows.lay_out([decode(other, 1, [2])]).entries == [1, 2]  # the same global table, and not the same local one
+    assert rows.lay_out([decode(other, 1, [2])]).entries == [
+        1,
+        2,
+    ]  # the same global table, and not the same local one
     assert rows.lay_out([decode(other, 1), decode(other, 1)]).rows.tolist() == [0, 1]
 
 
@@ -200,7 +210,9 @@ def test_many_sequences_come_and_go_and_no_row_is_given_twice() -> None:
     device = [0] * (2 * 16 * 20)
     live: list[tuple[list[int], int]] = []
     for _ in range(400):
-        live = [(table, position + 1) for table, position in live if shuffle.random() < 0.95 and position < 70]
+        live = [
+            (table, position + 1) for table, position in live if shuffle.random() < 0.95 and position < 70
+        ]
         while len(live) < 16 and shuffle.random() < 0.5:
             live.append(([], shuffle.randrange(40)))
         for table, position in live:
@@ -239,11 +251,15 @@ def test_chunks_that_stay_the_same_take_no_loop_and_send_the_same() -> None:
             nonlocal made
             made += 1
             row = table_rows[index]
-            return SequenceChunk([9], int(chunks.starts[index]), *lists[row], GREEDY, samples=True, tables=tables, row=row)
+            return SequenceChunk(
+                [9], int(chunks.starts[index]), *lists[row], GREEDY, samples=True, tables=tables, row=row
+            )
 
         count = len(table_rows)
         of_each = [lists[row] for row in table_rows]
-        chunks = DecodeChunks([GREEDY] * count, [1] * count, tables, table_rows, of_each, plain=True, make_chunk=make)
+        chunks = DecodeChunks(
+            [GREEDY] * count, [1] * count, tables, table_rows, of_each, plain=True, make_chunk=make
+        )
         return chunks
 
     rows = DecodeRows(num_rows=4, table_width=10, block_size=4, window=8)
@@ -271,7 +287,7 @@ def test_chunks_that_stay_the_same_take_no_loop_and_send_the_same() -> None:
     assert (layout.places, layout.entries) == ([0, 40], [31, 31])
 
 
-# -- on a device ---------------------------------------------------------------------------------------------------------------
+# -- on a device ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -1,4 +1,5 @@
-"""The account of a device's memory: what is measured before the cache gets the rest, and errors that name what to change."""
+"""The account of a device's memory: what is measured before the cache gets the rest, and errors that name
+what to change."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -66,7 +67,9 @@ class StubMemory:
 class Steps:
     """Runs the runner's steps, and lets each take memory as a device would."""
 
-    def __init__(self, runner: ModelRunner, memory: StubMemory, taken: Callable[[list[SequenceChunk]], int]) -> None:
+    def __init__(
+        self, runner: ModelRunner, memory: StubMemory, taken: Callable[[list[SequenceChunk]], int]
+    ) -> None:
         self.ran: list[list[SequenceChunk]] = []
         self.results: list[ChunkResult] = []
         run = runner.run
@@ -86,7 +89,9 @@ def test_weights_activations_and_what_else_is_there(model: Gemma3) -> None:
     runner, memory = make_runner(model), StubMemory()
     steps = Steps(runner, memory, lambda chunks: 2 * MIB * sum(len(chunk.token_ids) for chunk in chunks))
     profile = profile_memory(runner, memory, None, **LIMITS)
-    assert profile == MemoryProfile(total=1000 * MIB, weights=100 * MIB, activations=96 * MIB, graphs=0, other=30 * MIB)
+    assert profile == MemoryProfile(
+        total=1000 * MIB, weights=100 * MIB, activations=96 * MIB, graphs=0, other=30 * MIB
+    )
     assert profile.cache_bytes(0.9) == (900 - 100 - 96 - 30) * MIB
     assert runner.cache is None
     assert all(result.error is None and len(result.token_ids) == 1 for result in steps.results)
@@ -105,11 +110,15 @@ def test_the_largest_steps_are_what_the_settings_allow(model: Gemma3) -> None:
     (alone,), _ = largest_steps(runner, max_num_batched_tokens=512, max_num_seqs=1, max_model_len=100)
     assert len(alone.token_ids) == 100
     short, _ = largest_steps(runner, max_num_batched_tokens=512, max_num_seqs=20, max_model_len=100)
-    assert [len(chunk.token_ids) for chunk in short] == [100] * 4 + [97] + [1] * 15, "one sequence does not fill a step"
+    assert [len(chunk.token_ids) for chunk in short] == [100] * 4 + [97] + [1] * 15, (
+        "one sequence does not fill a step"
+    )
     assert sum(len(chunk.token_ids) for chunk in short) == 512
 
 
-def test_graphs_are_the_pool_of_the_largest_and_as_much_for_each_other_as_for_the_second(model: Gemma3) -> None:
+def test_graphs_are_the_pool_of_the_largest_and_as_much_for_each_other_as_for_the_second(
+    model: Gemma3,
+) -> None:
     runner, memory = make_runner(model), StubMemory()
     device = RerunDevice()
     capture = device.capture
@@ -130,7 +139,12 @@ def test_nothing_left_is_an_error_that_names_the_settings() -> None:
     assert profile.cache_bytes(1.0) == 3 << 29
     with pytest.raises(ConfigError) as error:
         profile.cache_bytes(0.9)
-    for text in ("--gpu-memory-utilization 0.9 of 24.0 GiB", "weights 20.00 GiB", "--max-num-batched-tokens", "--quantization"):
+    for text in (
+        "--gpu-memory-utilization 0.9 of 24.0 GiB",
+        "weights 20.00 GiB",
+        "--max-num-batched-tokens",
+        "--quantization",
+    ):
         assert text in str(error.value)
 
 
@@ -141,7 +155,9 @@ def test_a_step_that_does_not_fit_names_the_settings(model: Gemma3) -> None:
         raise StepMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     runner.run = run  # type: ignore[method-assign, assignment]
-    with pytest.raises(ConfigError, match=r"no room for its largest step.*--max-num-batched-tokens, --max-num-seqs"):
+    with pytest.raises(
+        ConfigError, match=r"no room for its largest step.*--max-num-batched-tokens, --max-num-seqs"
+    ):
         profile_memory(runner, StubMemory(), None, **LIMITS)
 
 
@@ -149,7 +165,9 @@ def test_weights_and_graphs_that_do_not_fit_name_the_settings(model: Gemma3) -> 
     def no_memory(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    checkpoint = SimpleNamespace(config=model.config, tensors=lambda: iter([("model.norm.weight", Unreadable())]))
+    checkpoint = SimpleNamespace(
+        config=model.config, tensors=lambda: iter([("model.norm.weight", Unreadable())])
+    )
 
     class Unreadable:
         shape = (model.config.hidden_size,)
@@ -158,7 +176,11 @@ def test_weights_and_graphs_that_do_not_fit_name_the_settings(model: Gemma3) -> 
     with pytest.raises(ConfigError, match=r"no room for the weights\. Choose --quantization"):
         ModelRunner.load(cast(Any, checkpoint), device="cpu", dtype="float32", block_size=8, progress=False)
     runner, device = make_runner(model), RerunDevice()
-    runner.allocate_cache(runner.spec.plan(MIB, max_num_seqs=2, max_num_batched_tokens=8, max_model_len=64, prefix_caching=False))
+    runner.allocate_cache(
+        runner.spec.plan(
+            MIB, max_num_seqs=2, max_num_batched_tokens=8, max_model_len=64, prefix_caching=False
+        )
+    )
     device.capture = no_memory  # type: ignore[method-assign, assignment]
     with pytest.raises(ConfigError, match=r"no room for the CUDA graphs.*--no-cuda-graphs"):
         runner.capture_graphs((1, 2), 64, device)
@@ -213,7 +235,8 @@ def test_a_real_device_has_room_for_what_the_profile_leaves() -> None:
     with torch.inference_mode():
         model = Gemma3(random_model().config, ops, 128)
         model.load_weights(
-            (name, torch.randn(slot.shape, dtype=torch.bfloat16) * 0.1) for name, slot in model.weight_slots().items()
+            (name, torch.randn(slot.shape, dtype=torch.bfloat16) * 0.1)
+            for name, slot in model.weight_slots().items()
         )
     runner = make_runner(model)
     profile = profile_cuda_memory(runner, **LIMITS, cuda_graphs=True)
@@ -222,7 +245,9 @@ def test_a_real_device_has_room_for_what_the_profile_leaves() -> None:
     budget = profile.cache_bytes(0.9)
     assert 0 < budget < profile.total
     runner.allocate_cache(
-        runner.spec.plan(budget, max_num_seqs=20, max_num_batched_tokens=48, max_model_len=200, prefix_caching=True)
+        runner.spec.plan(
+            budget, max_num_seqs=20, max_num_batched_tokens=48, max_model_len=200, prefix_caching=True
+        )
     )
     runner.capture_graphs((8, 16), 200)
     assert runner.run([]) == []

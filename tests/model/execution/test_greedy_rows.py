@@ -1,4 +1,5 @@
-"""Steps whose sequences are all greedy go through the sketch of the head, and get the tokens that all logits would give them."""
+"""Steps whose sequences are all greedy go through the sketch of the head, and get the tokens that all logits
+would give them."""
 
 import pytest
 import torch
@@ -38,9 +39,14 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def decode(model: Gemma3, settings: list[SamplingParams], steps: int) -> list[list[int]]:
     harness = Harness(model, model.ops, block_size=4, num_tokens=400)
-    sequences = [TestSequence(list(range(3 + 7 * index, 20 + 9 * index)), sampling) for index, sampling in enumerate(settings)]
+    sequences = [
+        TestSequence(list(range(3 + 7 * index, 20 + 9 * index)), sampling)
+        for index, sampling in enumerate(settings)
+    ]
     for _ in range(steps):
-        results = harness.run([(sequence, len(sequence.tokens) - sequence.num_computed) for sequence in sequences])
+        results = harness.run(
+            [(sequence, len(sequence.tokens) - sequence.num_computed) for sequence in sequences]
+        )
         for sequence, result in zip(sequences, results, strict=True):
             sequence.tokens += result.token_ids
     return [sequence.tokens for sequence in sequences]

@@ -1,4 +1,5 @@
-"""``ModelRunner.launch``: a step of plain chunks is handed to the device without waiting; its results are those of ``run``."""
+"""``ModelRunner.launch``: a step of plain chunks is handed to the device without waiting; its results are
+those of ``run``."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +25,26 @@ from tests.model.tiny_models import CONFIG, random_model, random_prompt, random_
 
 SAMPLED = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, seed=3)
 TOP_K = SamplingParams(max_tokens=1, temperature=0.7, top_k=5, seed=4)
-WAITING_OPERATIONS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "repeat_interleave"}
-WAITING_METHODS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__")
+WAITING_OPERATIONS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "equal",
+    "is_nonzero",
+    "_unique2",
+    "repeat_interleave",
+}
+WAITING_METHODS = (
+    "tolist",
+    "item",
+    "cpu",
+    "numpy",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__array__",
+)
 
 
 class WaitedError(Exception):
@@ -43,7 +62,8 @@ class _RefuseWaiting(TorchDispatchMode):
 
 @contextmanager
 def refusing_to_wait(ops: Any = None) -> Iterator[None]:
-    """Whoever asks for a number of the device's gets an error, except within a draw of ``ops``: that is a backend's business."""
+    """Whoever asks for a number of the device's gets an error, except within a draw of ``ops``: that is a
+    backend's business."""
     trap = _RefuseWaiting()
 
     def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,7 +104,9 @@ def prefilled(model: Gemma3, settings: list[SamplingParams]) -> tuple[Harness, l
     return harness, [harness.chunk(sequence, 1) for sequence in sequences]
 
 
-@pytest.mark.parametrize("settings", [[GREEDY] * 3, [SAMPLED] * 3, [TOP_K] * 3, [GREEDY, SAMPLED, TOP_K, GREEDY]])
+@pytest.mark.parametrize(
+    "settings", [[GREEDY] * 3, [SAMPLED] * 3, [TOP_K] * 3, [GREEDY, SAMPLED, TOP_K, GREEDY]]
+)
 def test_nothing_that_the_device_computes_is_waited_for_before_the_results(
     model: Gemma3, settings: list[SamplingParams], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +186,8 @@ def test_a_row_that_is_not_finite_fails_alone_without_being_waited_for(model: Ge
 
 
 def test_the_arrays_of_decodes_give_in_every_step_what_their_chunks_give() -> None:
-    """From the engine's arrays, with tables that are kept and changed from step to step, and from the chunks that these make."""
+    """From the engine's arrays, with tables that are kept and changed from step to step, and from the chunks
+    that these make."""
     runner, fresh = stub_runner(), stub_runner()
     core = decoding_core(runner, runner.spec, [5, 40, 17, 33, 900], temperature=1.0)
     forward = runner._forward
@@ -181,7 +204,9 @@ def test_the_arrays_of_decodes_give_in_every_step_what_their_chunks_give() -> No
     for _ in range(700):
         core.step()
     assert core.stats.recycled_blocks_total > 40
-    assert 1 < len(set(steps)) < 10, "tables are copied anew when they have become too narrow, and not in every step"
+    assert 1 < len(set(steps)) < 10, (
+        "tables are copied anew when they have become too narrow, and not in every step"
+    )
 
 
 def compare(from_arrays: ForwardBatch, chunks: DecodeChunks, runner: ModelRunner) -> None:
@@ -192,14 +217,22 @@ def compare(from_arrays: ForwardBatch, chunks: DecodeChunks, runner: ModelRunner
         assert from_arrays.positions.equal(from_chunks.positions)
         for name in ("global_attention", "local_attention"):
             one, other = getattr(from_arrays, name), getattr(from_chunks, name)
-            assert (one.query_lens, one.context_lens, one.window) == (other.query_lens, other.context_lens, other.window)
+            assert (one.query_lens, one.context_lens, one.window) == (
+                other.query_lens,
+                other.context_lens,
+                other.window,
+            )
             for field in ("query_start", "context_lens_tensor", "slot_mapping"):
                 assert getattr(one, field).equal(getattr(other, field)), field
             width = other.block_table.shape[1]
             assert one.block_table[:, :width].equal(other.block_table)
             assert not one.block_table[:, width:].any()
             assert one.block_table.is_contiguous()
-    assert chunks.positions.tolist() == [chunk.position for chunk in chunks] == [len(chunk.output_token_ids) for chunk in chunks]
+    assert (
+        chunks.positions.tolist()
+        == [chunk.position for chunk in chunks]
+        == [len(chunk.output_token_ids) for chunk in chunks]
+    )
 
 
 @pytest.mark.gpu

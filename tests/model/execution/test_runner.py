@@ -46,7 +46,9 @@ def test_load_run_and_generate() -> None:
     checkpoint = open_checkpoint(str(TINY_FOLDER / "gqa_sliding_window_pattern"), progress=False)
     runner = ModelRunner.load(checkpoint, dtype="float32", device="cpu", block_size=4, progress=False)
     assert runner.dtype == "float32"
-    assert runner.weight_bytes >= checkpoint.config.parameter_count(tied=True) * 4  # a backend may keep a tied head twice
+    assert (
+        runner.weight_bytes >= checkpoint.config.parameter_count(tied=True) * 4
+    )  # a backend may keep a tied head twice
     assert runner.spec.bytes_per_token_per_layer == 2 * 2 * 16 * 4
     assert runner.free_memory() > 0
     runner.allocate_cache(KVCachePlan(20, 20, 0, 0, 76))
@@ -75,7 +77,9 @@ def test_memory_is_told_by_what_it_holds() -> None:
 @pytest.mark.parametrize(("quantization", "dtype"), [("none", torch.float32), ("int8", torch.bfloat16)])
 def test_a_cache_takes_the_bytes_of_its_plan(quantization: str, dtype: torch.dtype) -> None:
     checkpoint = open_checkpoint(str(TINY_FOLDER / "gqa_sliding_window_pattern"), progress=False)
-    runner = ModelRunner.load(checkpoint, dtype="float32", device="cpu", quantization=quantization, block_size=4, progress=False)
+    runner = ModelRunner.load(
+        checkpoint, dtype="float32", device="cpu", quantization=quantization, block_size=4, progress=False
+    )
     plan = runner.spec.plan_of_blocks(5, 7)
     runner.allocate_cache(plan)
     assert runner.cache is not None
@@ -136,7 +140,9 @@ def test_bfloat16_runs_and_is_close_to_float32() -> None:
     logits = []
     for dtype in (torch.float32, torch.bfloat16):
         model = random_model(dtype=dtype)
-        logits.append(Harness(model, model.ops, block_size=16, num_tokens=100).all_logits(random_prompt(100), 37))
+        logits.append(
+            Harness(model, model.ops, block_size=16, num_tokens=100).all_logits(random_prompt(100), 37)
+        )
     # Eight bits of mantissa through seven layers, on logits of magnitude 3.
     assert (logits[0] - logits[1]).abs().mean() < 0.1
 
@@ -149,7 +155,9 @@ def test_prompt_logprobs_are_those_of_the_logits_for_every_chunk_size(model: Gem
     sequence = TestSequence(prompt, SCORING)
     entries = []
     while sequence.num_computed < len(prompt):
-        (result,) = harness.run([(sequence, min(chunk_size, len(prompt) - sequence.num_computed))], score=True)
+        (result,) = harness.run(
+            [(sequence, min(chunk_size, len(prompt) - sequence.num_computed))], score=True
+        )
         assert result.error is None
         entries += result.prompt_logprobs
     assert [entry.token_id for entry in entries] == prompt[1:]
@@ -161,7 +169,9 @@ def test_prompt_logprobs_are_those_of_the_logits_for_every_chunk_size(model: Gem
             assert token_id != entry.token_id or value == entry.logprob
 
 
-def test_logits_of_a_long_prompt_are_made_in_bounded_slices(model: Gemma3, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_of_a_long_prompt_are_made_in_bounded_slices(
+    model: Gemma3, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows: list[int] = []
     whole = Gemma3.logits
 
@@ -191,7 +201,9 @@ def test_scoring_and_generating_mix_in_one_step(model: Gemma3) -> None:
     assert results[0].prompt_logprobs == []
     assert len(results[1].prompt_logprobs) == 49
     assert all(entry.top == [] for entry in results[1].prompt_logprobs)
-    assert results[1].prompt_logprobs[7].logprob == pytest.approx(expected[7, scored.tokens[8]].item(), abs=1e-4)
+    assert results[1].prompt_logprobs[7].logprob == pytest.approx(
+        expected[7, scored.tokens[8]].item(), abs=1e-4
+    )
 
 
 def test_one_sequence_with_logits_that_are_not_finite_fails_alone(model: Gemma3) -> None:
@@ -254,7 +266,9 @@ def test_a_target_without_a_token_fails_alone() -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
+        ),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
         MemoryError(),
     ],

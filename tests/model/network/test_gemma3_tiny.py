@@ -1,4 +1,5 @@
-"""The network against transformers on tiny random checkpoints, and rules of the architecture that are checked directly."""
+"""The network against transformers on tiny random checkpoints, and rules of the architecture that are checked
+directly."""
 
 from dataclasses import replace
 
@@ -30,7 +31,9 @@ TOLERANCE = 1e-4
 @pytest.mark.parametrize("backend", ["reference", "selected"])
 @pytest.mark.parametrize("name", TINY_NAMES)
 def test_logits_equal_those_of_transformers(name: str, backend: str) -> None:
-    model = load_tiny(name, reference_ops() if backend == "reference" else select_ops(torch.device("cpu"), torch.float32))
+    model = load_tiny(
+        name, reference_ops() if backend == "reference" else select_ops(torch.device("cpu"), torch.float32)
+    )
     token_ids, expected = expected_logits(name)
     assert len(token_ids) > 4 * model.config.sliding_window
     logits = Harness(model, model.ops, block_size=8, num_tokens=64).all_logits(token_ids)
@@ -63,7 +66,9 @@ def test_rotary_scaling_of_the_global_layers_leaves_local_layers_alone() -> None
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 640**0.5), (torch.bfloat16, 25.25)])
-def test_embedding_is_scaled_by_the_factor_rounded_to_the_compute_dtype(dtype: torch.dtype, factor: float) -> None:
+def test_embedding_is_scaled_by_the_factor_rounded_to_the_compute_dtype(
+    dtype: torch.dtype, factor: float
+) -> None:
     """Case 2: 25.25 in bfloat16, sqrt(640) in float32; the tied head uses the unscaled matrix."""
     config = replace(all_local_config(), hidden_size=640)
     model = random_model(config, dtype=dtype)
@@ -123,7 +128,9 @@ def test_loading_names_what_is_wrong() -> None:
     config = all_local_config()
 
     def load(tensors: dict[str, torch.Tensor]) -> None:
-        Gemma3(config, ReferenceOps(torch.device("cpu"), torch.float32), config.vocab_size).load_weights(tensors.items())
+        Gemma3(config, ReferenceOps(torch.device("cpu"), torch.float32), config.vocab_size).load_weights(
+            tensors.items()
+        )
 
     good = random_tensors(Gemma3(config, ReferenceOps(torch.device("cpu"), torch.float32), config.vocab_size))
     load(good)
@@ -141,7 +148,10 @@ def test_weight_bytes_count_a_tied_head_once() -> None:
     norms = sum(slot.shape[0] for slot in model.weight_slots().values() if len(slot.shape) == 1)
     # The factors of the norms are float32 in every dtype.
     assert model.weight_bytes == CONFIG.parameter_count(tied=True) * 4
-    assert random_model(dtype=torch.bfloat16).weight_bytes == (CONFIG.parameter_count(tied=True) - norms) * 2 + norms * 4
+    assert (
+        random_model(dtype=torch.bfloat16).weight_bytes
+        == (CONFIG.parameter_count(tied=True) - norms) * 2 + norms * 4
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -1,4 +1,5 @@
-"""Linear layers in 8 bits for GPUs: packing, numerics by the same torch functions on the CPU, and what is refused."""
+"""Linear layers in 8 bits for GPUs: packing, numerics by the same torch functions on the CPU, and what is
+refused."""
 
 import pytest
 import torch
@@ -61,7 +62,9 @@ def test_numbers_of_every_size_survive_fp8() -> None:
         x = torch.logspace(-30, 30, 61).to(dtype)[:, None] * torch.tensor([[1.0, -0.5, 0.25, 0.0]]).to(dtype)
         data, scales = quantize_fp8(x)
         assert data.float().isfinite().all()
-        relative = (data.float() * scales[:, None] - x.float()).abs() / x.float().abs().amax(dim=1, keepdim=True)
+        relative = (data.float() * scales[:, None] - x.float()).abs() / x.float().abs().amax(
+            dim=1, keepdim=True
+        )
         assert relative[18:].max() < 2.0**-4  # the first rows are below the smallest scale, and vanish
         assert (data.float() * scales[:, None]).abs()[:18].max() < 1e-11
 
@@ -115,7 +118,8 @@ def test_the_head_stays_as_it_is_and_so_does_what_has_no_whole_groups() -> None:
 
 @pytest.mark.parametrize(("quantization", "tolerance"), [("int8", 0.05), ("fp8", 0.25)])
 def test_a_whole_network_is_close_to_the_exact_one(quantization: str, tolerance: float) -> None:
-    """The tolerance is the rounding of seven layers of random weights, relative to the spread of the logits."""
+    """The tolerance is the rounding of seven layers of random weights, relative to the spread of the
+    logits."""
     logits = []
     for ops in (select_ops(CPU, torch.float32), QuantizedOps(CPU, torch.float32, quantization)):  # type: ignore[arg-type]
         with torch.inference_mode():

@@ -1,4 +1,5 @@
-"""The reference operations against direct formulas, on odd shapes and with everything unwritten poisoned with NaN."""
+"""The reference operations against direct formulas, on odd shapes and with everything unwritten poisoned with
+NaN."""
 
 import math
 import random
@@ -26,8 +27,11 @@ def generator(seed: int = 0) -> torch.Generator:
 
 def attention_case(
     lengths: list[tuple[int, int]], window: int, block_size: int, kv_heads: int, head_dim: int, seed: int
-) -> tuple[AttentionMetadata, AttentionMetadata, list[torch.Tensor], list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """(global and local metadata, each sequence's keys and values, both caches) for (context, queries) per sequence."""
+) -> tuple[
+    AttentionMetadata, AttentionMetadata, list[torch.Tensor], list[torch.Tensor], torch.Tensor, torch.Tensor
+]:
+    """(global and local metadata, each sequence's keys and values, both caches) for (context, queries) per
+    sequence."""
     gen, shuffled = generator(seed), random.Random(seed)
     num_blocks = 1 + sum(-(-context // block_size) for context, _ in lengths)
     free = list(range(1, num_blocks))
@@ -43,7 +47,9 @@ def attention_case(
             v_cache[table[position // block_size], position % block_size] = value[position]
         gone = max(0, context - queries - window + 1) // block_size  # recycled from the local table
         local_table = [0] * gone + table[gone:]
-        chunks.append(SequenceChunk([5] * queries, context - queries, table, local_table, SamplingParams(1), False))
+        chunks.append(
+            SequenceChunk([5] * queries, context - queries, table, local_table, SamplingParams(1), False)
+        )
         keys.append(key)
         values.append(value)
     spec = KVCacheSpec(block_size, window, 1, 1, 1)
@@ -73,7 +79,9 @@ def dense_attention(
 def test_paged_attention_equals_dense_attention(
     num_heads: int, kv_heads: int, max_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reference_module, "MAX_SCORES", max_scores)  # the small one slices the queries of long prefills
+    monkeypatch.setattr(
+        reference_module, "MAX_SCORES", max_scores
+    )  # the small one slices the queries of long prefills
     window, block_size, head_dim = 8, 4, 6
     lengths = [(1, 1), (3, 3), (8, 1), (9, 1), (30, 1), (31, 1), (17, 5), (8, 8), (40, 40), (33, 2), (24, 9)]
     global_metadata, local_metadata, keys, values, k_cache, v_cache = attention_case(
@@ -82,7 +90,9 @@ def test_paged_attention_equals_dense_attention(
     queries = [torch.randn(count, num_heads, head_dim, generator=generator(count)) for _, count in lengths]
     for metadata, width in ((global_metadata, None), (local_metadata, window)):
         output = OPS.paged_attention(torch.cat(queries), k_cache, v_cache, metadata, 0.3)
-        expected = [dense_attention(q, k, v, 0.3, width) for q, k, v in zip(queries, keys, values, strict=True)]
+        expected = [
+            dense_attention(q, k, v, 0.3, width) for q, k, v in zip(queries, keys, values, strict=True)
+        ]
         # float32 against float64 on sums of a few dozen terms
         torch.testing.assert_close(output.double(), torch.cat(expected).flatten(1), rtol=0, atol=1e-5)
 
@@ -118,7 +128,9 @@ def test_qk_norm_rope_and_cache_write(dtype: torch.dtype) -> None:
     v_cache = k_cache.clone()
     slots = torch.tensor([4, 23, 9, 10, 17])
     ops = ReferenceOps(CPU, dtype)
-    query = ops.qk_norm_rope_cache_write(qkv, q_scale, k_scale, angles.cos(), angles.sin(), k_cache, v_cache, slots, 1e-6)
+    query = ops.qk_norm_rope_cache_write(
+        qkv, q_scale, k_scale, angles.cos(), angles.sin(), k_cache, v_cache, slots, 1e-6
+    )
     assert query.dtype == dtype
     heads = qkv.view(num_tokens, -1, head_dim).double()
 
@@ -128,11 +140,17 @@ def test_qk_norm_rope_and_cache_write(dtype: torch.dtype) -> None:
         turned = as_complex * torch.polar(torch.ones(1, dtype=torch.float64), angles.double())[:, None]
         return torch.cat((turned.real, turned.imag), -1)
 
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]  # bfloat16: one rounding, 2^-8 of values up to 4
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.02}[
+        dtype
+    ]  # bfloat16: one rounding, 2^-8 of values up to 4
     torch.testing.assert_close(query.double(), rotated(heads[:, :num_heads], q_scale), rtol=0, atol=tolerance)
     expected_keys = rotated(heads[:, num_heads : num_heads + kv_heads], k_scale)
-    torch.testing.assert_close(k_cache.view(-1, kv_heads, head_dim)[slots].double(), expected_keys, rtol=0, atol=tolerance)
-    torch.testing.assert_close(v_cache.view(-1, kv_heads, head_dim)[slots].double(), heads[:, -kv_heads:], rtol=0, atol=0)
+    torch.testing.assert_close(
+        k_cache.view(-1, kv_heads, head_dim)[slots].double(), expected_keys, rtol=0, atol=tolerance
+    )
+    torch.testing.assert_close(
+        v_cache.view(-1, kv_heads, head_dim)[slots].double(), heads[:, -kv_heads:], rtol=0, atol=0
+    )
     untouched = torch.ones(24, dtype=torch.bool)
     untouched[slots] = False
     assert k_cache.view(-1, kv_heads, head_dim)[untouched].isnan().all()
@@ -177,7 +195,9 @@ def test_bfloat16_linear_is_the_rounded_float32_product(rows: int, monkeypatch: 
     packed = BFLOAT16_OPS.pack_linear(weight, "head")
     logits = BFLOAT16_OPS.logits(x, packed)
     assert logits.dtype == torch.float32
-    torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)  # float32 sums of 24 exact products
+    torch.testing.assert_close(
+        logits.double(), exact, rtol=1e-5, atol=1e-5
+    )  # float32 sums of 24 exact products
     product = BFLOAT16_OPS.linear(x, packed)
     assert product.dtype == torch.bfloat16
     torch.testing.assert_close(product.double(), exact, rtol=2**-8, atol=1e-5)  # rounded once
@@ -193,7 +213,9 @@ def test_top_candidates_break_ties_by_id_even_at_the_border(k: int) -> None:
         expected = sorted(range(50), key=lambda i: (-logits[row, i].item(), i))[:k]
         assert token_ids[row].tolist() == expected
         assert values[row].tolist() == logits[row, expected].tolist()
-    expected_total = ((logits - logits.amax(-1, keepdim=True)).double() / temperature[:, None]).exp().sum(-1).log()
+    expected_total = (
+        ((logits - logits.amax(-1, keepdim=True)).double() / temperature[:, None]).exp().sum(-1).log()
+    )
     torch.testing.assert_close(log_total.double(), expected_total, rtol=1e-5, atol=1e-5)
 
 
@@ -222,7 +244,11 @@ def test_draw_follows_the_distribution() -> None:
     count = 4000
     uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     expanded = logits.expand(count, 5).contiguous()
-    temperature, everything, no_cut = torch.full((count,), 0.7), torch.ones(count, dtype=torch.float64), torch.zeros(count)
+    temperature, everything, no_cut = (
+        torch.full((count,), 0.7),
+        torch.ones(count, dtype=torch.float64),
+        torch.zeros(count),
+    )
     drawn = OPS.draw(expanded, temperature, everything, no_cut, uniform)
     frequencies = torch.bincount(drawn, minlength=5) / count
     # Evenly spaced uniforms: each frequency is off by at most one draw.

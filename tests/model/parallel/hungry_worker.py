@@ -1,4 +1,5 @@
-"""A rank that finds no memory in the middle of a step of HUNGRY tokens, and none for HUNGRY_ROWS rows of logits."""
+"""A rank that finds no memory in the middle of a step of HUNGRY tokens, and none for HUNGRY_ROWS rows of
+logits."""
 
 from typing import NoReturn
 

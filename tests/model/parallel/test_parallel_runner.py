@@ -1,5 +1,6 @@
-"""Two ranks on a CPU, the second a process of its own, compute what one does: logits, tokens, scores and pooled states, over
-prefill, decode and recycled windows, for one, two and four KV heads. The group is the same for all models."""
+"""Two ranks on a CPU, the second a process of its own, compute what one does: logits, tokens, scores and
+pooled states, over prefill, decode and recycled windows, for one, two and four KV heads. The group is the
+same for all models."""
 
 import contextlib
 import os
@@ -64,7 +65,11 @@ def two() -> Iterator[TwoRanks]:
 def load_alone(folder: Path, **arguments: str) -> ModelRunner:
     options = {"dtype": "float32", "device": "cpu", **arguments}
     return ModelRunner.load(
-        open_checkpoint(str(folder), progress=False), block_size=BLOCK_SIZE, num_threads=1, progress=False, **options
+        open_checkpoint(str(folder), progress=False),
+        block_size=BLOCK_SIZE,
+        num_threads=1,
+        progress=False,
+        **options,
     )
 
 
@@ -72,7 +77,9 @@ class RecordingHarness(Harness):
     """Keeps the logits of every step. Blocks are handed out alike in two harnesses that get the same work."""
 
     def __init__(self, runner: ModelRunner, num_tokens: int = 400, num_seqs: int = 4) -> None:
-        super().__init__(runner.model, runner.ops, block_size=BLOCK_SIZE, num_tokens=num_tokens, num_seqs=num_seqs)
+        super().__init__(
+            runner.model, runner.ops, block_size=BLOCK_SIZE, num_tokens=num_tokens, num_seqs=num_seqs
+        )
         self.recorded: list[torch.Tensor] = []
         plan = replace(_plan_of(self), capacity_tokens=num_tokens)
         if isinstance(runner, ParallelRunner):
@@ -135,7 +142,9 @@ class Work:
     ],
     ids=["1 KV head", "2 KV heads", "4 KV heads, untied", "odd vocabulary"],
 )
-def test_logits_and_tokens_are_those_of_one_rank(changes: dict[str, Any], two: TwoRanks, tmp_path: Path) -> None:
+def test_logits_and_tokens_are_those_of_one_rank(
+    changes: dict[str, Any], two: TwoRanks, tmp_path: Path
+) -> None:
     folder = write_tiny_folder(tmp_path, sliding_window=16, **changes)
     alone, divided = (Work(RecordingHarness(runner)) for runner in (load_alone(folder), two.load(folder)))
     for work in (alone, divided):
@@ -144,32 +153,43 @@ def test_logits_and_tokens_are_those_of_one_rank(changes: dict[str, Any], two: T
     assert len(alone.harness.recorded) == len(divided.harness.recorded)
     for expected, actual in zip(alone.harness.recorded, divided.harness.recorded, strict=True):
         assert_close(actual, expected, TOLERANCE)
-    assert [sequence.tokens for sequence in divided.sequences] == [sequence.tokens for sequence in alone.sequences]
+    assert [sequence.tokens for sequence in divided.sequences] == [
+        sequence.tokens for sequence in alone.sequences
+    ]
     for expected_results, results in zip(alone.results, divided.results, strict=True):
         for one, other in zip(expected_results, results, strict=True):
             scores, expected_scores = other.prompt_logprobs, one.prompt_logprobs
             assert [entry.token_id for entry in scores] == [entry.token_id for entry in expected_scores]
-            assert [entry.logprob for entry in scores] == pytest.approx([e.logprob for e in expected_scores], abs=TOLERANCE)
+            assert [entry.logprob for entry in scores] == pytest.approx(
+                [e.logprob for e in expected_scores], abs=TOLERANCE
+            )
 
 
 def test_each_rank_holds_half_and_says_so(two: TwoRanks) -> None:
     folder = TINY_FOLDER / "equal_heads_underscore_pattern"
     alone, divided = load_alone(folder), two.load(folder)
     assert divided.spec.bytes_per_token_per_layer * 2 == alone.spec.bytes_per_token_per_layer
-    assert 0.5 * alone.weight_bytes <= divided.weight_bytes < 0.6 * alone.weight_bytes, "norms are in both halves"
+    assert 0.5 * alone.weight_bytes <= divided.weight_bytes < 0.6 * alone.weight_bytes, (
+        "norms are in both halves"
+    )
     assert divided.free_memory() == pytest.approx(alone.free_memory() / 2, rel=0.3)
 
 
 def test_weights_in_fewer_bits_are_rounded_as_on_one_rank(two: TwoRanks, tmp_path: Path) -> None:
     folder = write_tiny_folder(tmp_path)
-    runners = load_alone(folder, quantization="int8"), two.load(folder, quantization="int8"), load_alone(folder)
+    runners = (
+        load_alone(folder, quantization="int8"),
+        two.load(folder, quantization="int8"),
+        load_alone(folder),
+    )
     harnesses = [RecordingHarness(runner) for runner in runners]
     if harnesses[0].runner.quantization == "none":
         pytest.skip("no compiled kernels on this machine")
     for harness in harnesses:
         harness.run([(TestSequence(random_prompt(40, 500)), 40)])
     alone, divided, not_rounded = (harness.recorded[0] for harness in harnesses)
-    # Activations are rounded, too, and keys and values to bfloat16: a sum in two halves may fall on the other side, 2^-8 away.
+    # Activations are rounded, too, and keys and values to bfloat16: a sum in two halves may fall on the other
+    # side, 2^-8 away.
     assert_close(divided, alone, 1e-2)
     assert (alone - not_rounded).abs().max() > 0.1, "what weights rounded in another way would differ by"
 
@@ -186,7 +206,9 @@ def alone() -> ModelRunner:
     return load_alone(TINY_FOLDER / "gqa_sliding_window_pattern")
 
 
-def prefill(runner: ModelRunner, harness: Harness, length: int, seed: int = 0) -> tuple[SequenceChunk, TestSequence]:
+def prefill(
+    runner: ModelRunner, harness: Harness, length: int, seed: int = 0
+) -> tuple[SequenceChunk, TestSequence]:
     sequence = TestSequence(random_prompt(length, harness.config.vocab_size, seed))
     return harness.chunk(sequence, length), sequence
 
@@ -226,7 +248,8 @@ def test_a_target_without_a_token_fails_alone(loaded: ParallelRunner) -> None:
 
 
 class TestLackOfMemory:
-    """The ranks agree that the step has failed, and it can be run again, whichever had no memory and wherever."""
+    """The ranks agree that the step has failed, and it can be run again, whichever had no memory and
+    wherever."""
 
     @staticmethod
     def expected(alone: ModelRunner, length: int) -> list[int]:
@@ -252,7 +275,9 @@ class TestLackOfMemory:
             faults: list[StepMemoryError] = []
             results = run_within_memory(harness.runner, chunks, faults.append)
             tokens.append([result.token_ids for result in results])
-            assert [str(fault) for fault in faults] == (["rank 1: no memory for logits"] if runner is loaded else [])
+            assert [str(fault) for fault in faults] == (
+                ["rank 1: no memory for logits"] if runner is loaded else []
+            )
         assert tokens[0] == tokens[1]
 
     def test_of_rank_0_between_two_layers(
@@ -273,7 +298,9 @@ class TestLackOfMemory:
                 loaded.run([chunk])
         assert loaded.run([chunk])[0].token_ids == self.expected(alone, 9)
 
-    def test_of_rank_0_in_its_logits(self, loaded: ParallelRunner, alone: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_of_rank_0_in_its_logits(
+        self, loaded: ParallelRunner, alone: ModelRunner, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         harness = RecordingHarness(loaded)
         chunk, _ = prefill(loaded, harness, 8)
 
@@ -305,7 +332,9 @@ class TestLackOfMemory:
         assert result.token_ids == self.expected(alone, 100)
 
 
-def test_settings_that_cannot_be_are_refused_before_anything_is_loaded(two: TwoRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_cannot_be_are_refused_before_anything_is_loaded(
+    two: TwoRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint = open_checkpoint(str(TINY_FOLDER / "head_equal"), progress=False)
     monkeypatch.setattr(two.ranks, "size", 3)
     with pytest.raises(ConfigError, match="--tensor-parallel-size 3 does not divide"):
@@ -313,7 +342,9 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_loaded(two: TwoR
     monkeypatch.setattr(two.ranks, "size", 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match="--tensor-parallel-size 2 needs as many CUDA devices, and this machine has 1"):
+    with pytest.raises(
+        ConfigError, match="--tensor-parallel-size 2 needs as many CUDA devices, and this machine has 1"
+    ):
         ParallelRunner.load_on(two.ranks, checkpoint, device="cuda", group=two.group)
 
 

@@ -1,4 +1,5 @@
-"""The processes of a group: told, answered, watched, and gone with rank 0, whatever ends it. None of them has a model here."""
+"""The processes of a group: told, answered, watched, and gone with rank 0, whatever ends it. None of them has
+a model here."""
 
 import contextlib
 import os
@@ -51,7 +52,9 @@ def wait_until_gone(process_ids: list[int]) -> None:
         time.sleep(0.02)
 
 
-def test_answers_come_in_order_faults_are_raised_and_signals_for_the_service_are_left_to_rank_0(ranks: Ranks) -> None:
+def test_answers_come_in_order_faults_are_raised_and_signals_for_the_service_are_left_to_rank_0(
+    ranks: Ranks,
+) -> None:
     ranks.send("answer")
     assert [answer.free_memory for answer in ranks.answers()] == [103, 203]
     ranks.send("refuse")

@@ -17,12 +17,20 @@ SMALL = replace(CONFIG, tie_word_embeddings=False)
 
 
 def test_published_sizes_divide_by_powers_of_two_up_to_their_query_heads() -> None:
-    expected = {"270m": [1, 2, 4], "1b": [1, 2, 4], "4b": [1, 2, 4, 8], "12b": [1, 2, 4, 8, 16], "27b": [1, 2, 4, 8, 16, 32]}
+    expected = {
+        "270m": [1, 2, 4],
+        "1b": [1, 2, 4],
+        "4b": [1, 2, 4, 8],
+        "12b": [1, 2, 4, 8, 16],
+        "27b": [1, 2, 4, 8, 16, 32],
+    }
     assert {name: possible_sizes(config) for name, config in SIZES.items()} == expected
 
 
 def test_a_size_that_does_not_divide_is_refused_with_those_that_do() -> None:
-    with pytest.raises(ConfigError, match=r"--tensor-parallel-size 3 does not divide this model of 4 query heads.*1, 2, 4"):
+    with pytest.raises(
+        ConfigError, match=r"--tensor-parallel-size 3 does not divide this model of 4 query heads.*1, 2, 4"
+    ):
         divided_config(SIZES["1b"], 3)
     # Three KV heads on two ranks would leave one rank with half of a head's queries.
     assert possible_sizes(replace(CONFIG, num_attention_heads=12, num_key_value_heads=3)) == [1, 3, 6, 12]
@@ -64,8 +72,12 @@ def test_every_query_head_stands_beside_the_kv_head_that_it_reads(kv_heads: int,
     head_of_row = torch.arange(4).repeat_interleave(config.head_dim)[:, None]
     for rank in range(size):
         part = Part(config, 128, rank, size)
-        queries = part.tensor("model.layers.0.self_attn.q_proj.weight", head_of_row)[:: config.head_dim, 0].tolist()
-        keys = part.tensor("model.layers.0.self_attn.k_proj.weight", head_of_row[: kv_heads * config.head_dim])
+        queries = part.tensor("model.layers.0.self_attn.q_proj.weight", head_of_row)[
+            :: config.head_dim, 0
+        ].tolist()
+        keys = part.tensor(
+            "model.layers.0.self_attn.k_proj.weight", head_of_row[: kv_heads * config.head_dim]
+        )
         keys = keys[:: config.head_dim, 0].tolist()
         group = divided.num_attention_heads // divided.num_key_value_heads
         read = [keys[i // group] for i in range(len(queries))]
@@ -85,7 +97,9 @@ def test_the_weights_of_a_rank_are_counted(name: str, size: int) -> None:
     config = SIZES[name]
     part = Part(config, config.vocab_size, 0, size)
     shapes = expected_shapes(config)
-    counted = sum(part.tensor(tensor, torch.empty(shape, device="meta")).numel() for tensor, shape in shapes.items())
+    counted = sum(
+        part.tensor(tensor, torch.empty(shape, device="meta")).numel() for tensor, shape in shapes.items()
+    )
     assert rank_parameter_count(config, size, tied=True) == counted
     assert rank_parameter_count(config, 1, tied=True) == config.parameter_count(tied=True)
     assert counted < config.parameter_count(tied=True) / size * 1.1 + ceil_div(config.hidden_size, 1)
@@ -98,7 +112,11 @@ def test_the_weights_of_a_rank_are_counted(name: str, size: int) -> None:
         (replace(CONFIG, intermediate_size=96), "none", False),
         (replace(CONFIG, intermediate_size=96), "auto", False),
         (replace(CONFIG, intermediate_size=128), "int4", False),
-        (replace(CONFIG, intermediate_size=48), "int4", False),  # 48 inputs have no whole groups of 32 on one device either
+        (
+            replace(CONFIG, intermediate_size=48),
+            "int4",
+            False,
+        ),  # 48 inputs have no whole groups of 32 on one device either
         (SIZES["1b"], "int4", False),
     ],
 )

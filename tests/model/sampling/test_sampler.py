@@ -19,7 +19,9 @@ RANDOM = SamplingParams(max_tokens=1)
 SAMPLER = Sampler(ReferenceOps(torch.device("cpu"), torch.float32))
 
 
-def chunk(sampling: SamplingParams, prompt: list[int] | None = None, output: list[int] | None = None) -> SequenceChunk:
+def chunk(
+    sampling: SamplingParams, prompt: list[int] | None = None, output: list[int] | None = None
+) -> SequenceChunk:
     prompt, output = prompt or [2], output or []
     return SequenceChunk([5], 0, [1], [1], sampling, True, prompt_token_ids=prompt, output_token_ids=output)
 
@@ -45,7 +47,7 @@ def draw_many(logits: torch.Tensor, sampling: SamplingParams, count: int) -> tor
 
 RECORDED_UNIFORM = 0.1296456182997474
 
-# -- random numbers ------------------------------------------------------------------------------------------------------------
+# -- random numbers ------------------------------------------------------------------------------------------
 
 
 def test_uniform_is_fixed_by_seed_choice_and_position() -> None:
@@ -66,7 +68,8 @@ def test_every_integer_is_a_seed(seed: int) -> None:
 
 
 def test_distinct_seeds_differ() -> None:
-    """Case 42: 2**32 + k is not k, -1 is not 2**64 - 1, and nearby seeds, choices and positions are unrelated."""
+    """Case 42: 2**32 + k is not k, -1 is not 2**64 - 1, and nearby seeds, choices and positions are
+    unrelated."""
     seeds = [0, 1, -1, 2**32, 2**32 + 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1]
     assert len({uniform(seed, 0, 0) for seed in seeds}) == len(seeds)
     assert uniform(1, 2, 3) != uniform(1, 3, 2)
@@ -81,7 +84,7 @@ def test_uniform_is_uniform() -> None:
     assert (successive - torch.eye(100)).abs().max() < 0.5
 
 
-# -- the draw ------------------------------------------------------------------------------------------------------------------
+# -- the draw ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-5, 1e-8, 1e-40])
@@ -105,7 +108,9 @@ def reference_distribution(logits: torch.Tensor, params: SamplingParams) -> torc
     """The distribution as transformers' warpers define it: temperature, top-k, top-p, min-p."""
     scores = logits.double() / params.temperature
     if params.top_k:
-        scores = scores.masked_fill(scores < scores.topk(min(params.top_k, len(scores))).values[-1], -math.inf)
+        scores = scores.masked_fill(
+            scores < scores.topk(min(params.top_k, len(scores))).values[-1], -math.inf
+        )
     if params.top_p < 1.0:
         probabilities, order = scores.softmax(0).sort(descending=True)
         removed = probabilities.cumsum(0) - probabilities >= params.top_p
@@ -138,7 +143,8 @@ def test_draws_follow_the_truncated_distribution(settings: dict[str, Any]) -> No
     expected = reference_distribution(logits, params)
     frequencies = draw_many(logits, params, count)
     assert not frequencies[expected == 0].any()
-    # Five standard deviations of a frequency over independent draws; three draws more for the rarest tokens' skewed counts.
+    # Five standard deviations of a frequency over independent draws; three draws more for the rarest tokens'
+    # skewed counts.
     bound = 5 * (expected * (1 - expected) / count).sqrt() + 3 / count
     assert ((frequencies - expected).abs() <= bound).all()
 
@@ -167,7 +173,7 @@ def test_ties_go_to_the_lowest_id() -> None:
     assert draw_many(logits, replace(RANDOM, top_k=3), 200).nonzero()[:, 0].tolist() == [0, 1, 2]
 
 
-# -- the batch -----------------------------------------------------------------------------------------------------------------
+# -- the batch -----------------------------------------------------------------------------------------------
 
 MIXED = [
     GREEDY,
@@ -208,11 +214,12 @@ def test_a_row_of_bad_logits_fails_alone() -> None:
         assert len(results[0].token_ids) == len(results[2].token_ids) == 1
 
 
-# -- edits ---------------------------------------------------------------------------------------------------------------------
+# -- edits ---------------------------------------------------------------------------------------------------
 
 
 def test_presence_and_frequency_penalties_count_generated_tokens_only() -> None:
-    """Case 57: with nothing generated, the first token is the unpenalised one, however often the prompt holds it."""
+    """Case 57: with nothing generated, the first token is the unpenalised one, however often the prompt holds
+    it."""
     logits = torch.zeros(VOCAB)
     logits[[10, 11, 12]] = torch.tensor([5.0, 4.0, 3.5])
     penalised = replace(GREEDY, frequency_penalty=2.0)
@@ -256,13 +263,19 @@ def test_a_row_with_nothing_left_to_draw_is_an_error() -> None:
     assert len(results[1].token_ids) == 1
 
 
-# -- log-probabilities ---------------------------------------------------------------------------------------------------------
+# -- log-probabilities ---------------------------------------------------------------------------------------
 
 
 def test_logprobs_are_raw_and_the_chosen_value_is_bit_equal_to_its_entry() -> None:
     logits = random_logits(1, scale=1.0)
     expected = logits[0].double().log_softmax(0)
-    edits = {"temperature": 0.3, "top_k": 20, "logit_bias": ((5, 3.0),), "repetition_penalty": 1.5, "frequency_penalty": 1.0}
+    edits = {
+        "temperature": 0.3,
+        "top_k": 20,
+        "logit_bias": ((5, 3.0),),
+        "repetition_penalty": 1.5,
+        "frequency_penalty": 1.0,
+    }
     found = 0
     for seed in range(30):
         params = replace(RANDOM, seed=seed, logprobs=20, **edits)
@@ -280,7 +293,9 @@ def test_logprobs_are_raw_and_the_chosen_value_is_bit_equal_to_its_entry() -> No
 
 
 def test_logprobs_zero_reports_the_sampled_token_alone() -> None:
-    result = SAMPLER.sample(random_logits(2), [chunk(replace(RANDOM, logprobs=0)), chunk(replace(RANDOM, logprobs=4))])
+    result = SAMPLER.sample(
+        random_logits(2), [chunk(replace(RANDOM, logprobs=0)), chunk(replace(RANDOM, logprobs=4))]
+    )
     assert result[0].logprobs[0].top == []
     assert len(result[1].logprobs[0].top) == 4
     assert SAMPLER.sample(random_logits(1), [chunk(RANDOM)])[0].logprobs == []
@@ -291,7 +306,9 @@ def test_labels_take_the_place_of_the_likeliest_bit_for_bit() -> None:
     labels = (2999, 0, 17)
     params = replace(RANDOM, seed=4, logprobs=20)
     plain = SAMPLER.sample(logits, [chunk(params)] * 3)
-    mixed = SAMPLER.sample(logits, [chunk(params), chunk(replace(params, logprob_token_ids=labels)), chunk(params)])
+    mixed = SAMPLER.sample(
+        logits, [chunk(params), chunk(replace(params, logprob_token_ids=labels)), chunk(params)]
+    )
     assert [result.token_ids for result in mixed] == [result.token_ids for result in plain]
     assert [mixed[0].logprobs, mixed[2].logprobs] == [plain[0].logprobs, plain[2].logprobs]
     (entry,) = mixed[1].logprobs
@@ -299,9 +316,13 @@ def test_labels_take_the_place_of_the_likeliest_bit_for_bit() -> None:
     assert [token_id for token_id, _ in entry.top] == list(labels)
     expected = logits[1].double().log_softmax(dim=-1)
     # Sums of 3000 float32 terms.
-    assert [value for _, value in entry.top] == pytest.approx([expected[label].item() for label in labels], abs=1e-5)
+    assert [value for _, value in entry.top] == pytest.approx(
+        [expected[label].item() for label in labels], abs=1e-5
+    )
     likeliest = plain[1].logprobs[0].top
-    (again,) = SAMPLER.logprobs(logits[1:2], [entry.token_id], [20], labels=[[token_id for token_id, _ in likeliest]])
+    (again,) = SAMPLER.logprobs(
+        logits[1:2], [entry.token_id], [20], labels=[[token_id for token_id, _ in likeliest]]
+    )
     assert again.top == likeliest
 
 

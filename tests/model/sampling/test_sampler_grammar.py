@@ -1,4 +1,5 @@
-"""Grammar masks in the sampler: they bind their own rows, come last, and leave the raw log-probabilities alone."""
+"""Grammar masks in the sampler: they bind their own rows, come last, and leave the raw log-probabilities
+alone."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -34,13 +35,22 @@ def only(token_ids: Iterable[int], width: int = VOCAB) -> FixedMask:
     return FixedMask(bytes(bits))
 
 
-def constrained(grammar: FixedMask, sampling: SamplingParams = RANDOM, output: list[int] | None = None) -> SequenceChunk:
+def constrained(
+    grammar: FixedMask, sampling: SamplingParams = RANDOM, output: list[int] | None = None
+) -> SequenceChunk:
     return replace(chunk(sampling, output=output), grammar=grammar)
 
 
 @pytest.mark.parametrize(
     "sampling",
-    [GREEDY, RANDOM, replace(RANDOM, top_k=5), replace(RANDOM, top_p=0.5), replace(RANDOM, min_p=0.3), replace(RANDOM, top_k=1)],
+    [
+        GREEDY,
+        RANDOM,
+        replace(RANDOM, top_k=5),
+        replace(RANDOM, top_p=0.5),
+        replace(RANDOM, min_p=0.3),
+        replace(RANDOM, top_k=1),
+    ],
 )
 def test_only_tokens_of_the_mask_are_drawn(sampling: SamplingParams) -> None:
     allowed = {0, 7, 8, 1024, VOCAB - 1}

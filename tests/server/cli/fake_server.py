@@ -1,4 +1,5 @@
-"""A tiny OpenAI-style server for the commands that talk to one: fixed answers, streamed completions, a log of what was asked."""
+"""A tiny OpenAI-style server for the commands that talk to one: fixed answers, streamed completions, a log of
+what was asked."""
 
 import json
 import threading
@@ -14,7 +15,8 @@ class FakeServer:
     ready: bool = True
     fail_with: int | None = None  # status of every completion
     break_stream: bool = False  # end streams before [DONE]
-    tells_engine: bool = False  # has the counters of a gemserve: a millisecond in steps per request, a quarter of it scheduling
+    # has the counters of a gemserve: a millisecond in steps per request, a quarter of it scheduling
+    tells_engine: bool = False
     bodies: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
 
@@ -37,7 +39,10 @@ def _handler(state: FakeServer) -> type[BaseHTTPRequestHandler]:
             if self.path == "/health/live":
                 self.answer(200, {"status": "alive"})
             elif self.path == "/health/ready":
-                self.answer(200 if state.ready else 503, {"status": "ready" if state.ready else "loading", "phase": "weights"})
+                self.answer(
+                    200 if state.ready else 503,
+                    {"status": "ready" if state.ready else "loading", "phase": "weights"},
+                )
             elif self.path == "/v1/models":
                 self.answer(200, {"object": "list", "data": [{"id": "fake-model", "object": "model"}]})
             elif self.path == "/metrics" and state.tells_engine:
@@ -68,7 +73,9 @@ def _handler(state: FakeServer) -> type[BaseHTTPRequestHandler]:
             self.send_header("Connection", "close")
             self.end_headers()
             for _ in range(body["max_tokens"]):
-                self.event(json.dumps({"choices": [{"index": 0, "text": "x", "finish_reason": None}], "usage": None}))
+                self.event(
+                    json.dumps({"choices": [{"index": 0, "text": "x", "finish_reason": None}], "usage": None})
+                )
             if not state.break_stream:
                 self.event(json.dumps({"choices": [], "usage": {"completion_tokens": body["max_tokens"]}}))
                 self.event("[DONE]")

@@ -56,7 +56,9 @@ except KeyboardInterrupt:
 """
 
 
-def start(behaviour: str, shutdown_timeout: float = 30, step_timeout: float = 0, port: int = 0) -> subprocess.Popen[str]:
+def start(
+    behaviour: str, shutdown_timeout: float = 30, step_timeout: float = 0, port: int = 0
+) -> subprocess.Popen[str]:
     return start_program(PROGRAM, behaviour, str(port), str(shutdown_timeout), str(step_timeout))
 
 

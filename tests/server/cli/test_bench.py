@@ -1,4 +1,5 @@
-"""``gemserve bench`` against a small server: what it sends, what it counts, and what it does with failures."""
+"""``gemserve bench`` against a small server: what it sends, what it counts, and what it does with
+failures."""
 
 import itertools
 import json
@@ -20,7 +21,9 @@ def test_sends_streaming_requests_of_random_ids_and_reports_them(capsys: pytest.
         assert main(["bench", server.url, *SMALL, "--concurrency", "1", "2", "--top-p", "0.9", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert [row["concurrency"] for row in values["results"]] == [1, 2]
-    assert all(row["succeeded"] == 4 and row["errors"] == [] and row["ratio"] is None for row in values["results"])
+    assert all(
+        row["succeeded"] == 4 and row["errors"] == [] and row["ratio"] is None for row in values["results"]
+    )
     assert values["results"][0]["model"] == "fake-model"
     assert values["results"][0]["output_tokens_per_second"] > 0
     assert len(server.bodies) == 1 + 2 * 4
@@ -46,14 +49,36 @@ def test_compare_alternates_and_gives_both_the_same_prompts(capsys: pytest.Captu
 
 def test_constrained_takes_turns_with_free_on_one_server(capsys: pytest.CaptureFixture[str]) -> None:
     with fake_server() as server:
-        assert main(["bench", server.url, *SMALL, "--rounds", "2", "--concurrency", "2", "--constrained", "--json"]) == 0
+        assert (
+            main(
+                [
+                    "bench",
+                    server.url,
+                    *SMALL,
+                    "--rounds",
+                    "2",
+                    "--concurrency",
+                    "2",
+                    "--constrained",
+                    "--json",
+                ]
+            )
+            == 0
+        )
     output = capsys.readouterr()
-    assert [line.split(":")[0] for line in output.err.splitlines()] == ["free", "constrained", "constrained", "free"]
+    assert [line.split(":")[0] for line in output.err.splitlines()] == [
+        "free",
+        "constrained",
+        "constrained",
+        "free",
+    ]
     free, constrained = json.loads(output.out)["results"]
     assert (free["server"], constrained["server"], free["ratio"]) == ("free", "constrained", 1.0)
     assert constrained["ratio"] > 0
     measured = server.bodies[2:]  # after one warm-up of each
-    assert [sum("response_format" in body for body in bodies) for bodies in (server.bodies[:2], measured)] == [1, 4]
+    assert [
+        sum("response_format" in body for body in bodies) for bodies in (server.bodies[:2], measured)
+    ] == [1, 4]
     assert len({tuple(body["prompt"]) for body in measured}) == 8
 
 
@@ -68,7 +93,9 @@ def test_the_constraint_has_enough_records_for_the_limit() -> None:
 
 
 @pytest.mark.parametrize("options", [{"fail_with": 503}, {"break_stream": True}])
-def test_failures_are_counted_and_give_1(options: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:
+def test_failures_are_counted_and_give_1(
+    options: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
     with fake_server(**options) as server:
         assert main(["bench", server.url, *SMALL, "--json"]) == 1
     row = json.loads(capsys.readouterr().out)["results"][0]
@@ -98,18 +125,27 @@ def test_prompts_depend_on_the_seed_and_share_the_prefix_asked_for() -> None:
         (["--compare", "a=http://127.0.0.1:1", "a=http://127.0.0.1:1"], "a name of its own"),
         (["http://127.0.0.1:1"], "lists no models"),
         (["http://127.0.0.1:1", "--concurrency", "0"], "must be at least 1"),
-        (["--compare", "a=http://127.0.0.1:1", "b=http://127.0.0.1:2", "--constrained"], "compares one server with itself"),
+        (
+            ["--compare", "a=http://127.0.0.1:1", "b=http://127.0.0.1:2", "--constrained"],
+            "compares one server with itself",
+        ),
     ],
 )
-def test_wrong_arguments_are_named(arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_named(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", *arguments]) == 2
     assert named in capsys.readouterr().err
 
 
-def test_the_share_outside_the_model_is_told_of_servers_that_count_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_share_outside_the_model_is_told_of_servers_that_count_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with fake_server(tells_engine=True) as server, fake_server() as silent:
         pair = [f"one={server.url}", f"two={silent.url}"]
-        assert main(["bench", "--compare", *pair, *SMALL, "--rounds", "2", "--concurrency", "2", "--json"]) == 0
+        assert (
+            main(["bench", "--compare", *pair, *SMALL, "--rounds", "2", "--concurrency", "2", "--json"]) == 0
+        )
         one, two = json.loads(capsys.readouterr().out)["results"]
         assert main(["bench", server.url, *SMALL]) == 0
     assert one["outside_model"] == pytest.approx(1 - 4 * 0.00075 / one["wall_seconds"], abs=0.02)
@@ -131,9 +167,12 @@ def test_the_engines_overhead_is_measured_without_a_server(capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    "options", [["0"], ["3", "http://127.0.0.1:1"], ["3", "--concurrency", "0"], ["3", "--prompt-tokens", "0"]]
+    "options",
+    [["0"], ["3", "http://127.0.0.1:1"], ["3", "--concurrency", "0"], ["3", "--prompt-tokens", "0"]],
 )
-def test_an_engine_overhead_that_cannot_be_measured_is_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_overhead_that_cannot_be_measured_is_refused(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", "--engine-overhead", *options]) != 0
     error = capsys.readouterr().err
     assert "must be at least 1" in error or "takes a number from 1 on" in error

@@ -1,4 +1,5 @@
-"""``gemserve bench --start``: real starts of a tiny model, and what is said when the server does not come up."""
+"""``gemserve bench --start``: real starts of a tiny model, and what is said when the server does not come
+up."""
 
 import json
 from pathlib import Path
@@ -10,7 +11,9 @@ from server.bench.start import Start, render_starts
 from tests.tiny import write_tiny_folder
 
 
-def test_a_start_is_measured_until_ready_and_beyond(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_start_is_measured_until_ready_and_beyond(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = write_tiny_folder(tmp_path / "tiny")
     arguments = f"{model} --dtype float32 --num-threads 1 --kv-cache-memory 64MiB --max-num-seqs 4 --max-num-batched-tokens 64"
     arguments += " --log-format json --log-level error"  # the address is found all the same
@@ -40,7 +43,9 @@ def test_a_server_that_does_not_come_up_is_told(tmp_path: Path, capsys: pytest.C
         (["--start", "1", "--serve-arguments", "'"], "--serve-arguments: No closing quotation"),
     ],
 )
-def test_wrong_arguments_are_refused(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_refused(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["bench", *arguments]) == 2
     assert told in capsys.readouterr().err
 

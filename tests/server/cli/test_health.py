@@ -19,14 +19,18 @@ def test_loading_server_gives_1_but_is_alive(capsys: pytest.CaptureFixture[str])
         assert main(["health", "--live", "--url", server.url]) == 0
 
 
-def test_the_port_is_that_of_the_servers_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_port_is_that_of_the_servers_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with fake_server() as server:
         monkeypatch.setenv("GEMSERVE_PORT", server.url.rpartition(":")[2])
         assert main(["health"]) == 0
     assert '"ready"' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:8000", "http://127.0.0.1:port", "ftp://127.0.0.1"])
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:1", "127.0.0.1:8000", "http://127.0.0.1:port", "ftp://127.0.0.1"]
+)
 def test_no_answer_and_no_address_give_1(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["health", "--url", url]) == 1
     assert "not ready" in capsys.readouterr().err

@@ -46,7 +46,15 @@ def test_the_cache_of_a_cpu_is_bfloat16_beside_rounded_weights(
 
 def test_requests_that_fit_follow_from_the_global_pool(capsys: pytest.CaptureFixture[str]) -> None:
     values = info(
-        capsys, "270m", "--dtype", "bfloat16", "--kv-cache-memory", "1GiB", "--max-num-seqs", "32", "--no-prefix-caching"
+        capsys,
+        "270m",
+        "--dtype",
+        "bfloat16",
+        "--kv-cache-memory",
+        "1GiB",
+        "--max-num-seqs",
+        "32",
+        "--no-prefix-caching",
     )
     for length in (1024, 8192, 32768):
         expected = min(32, (values["global_blocks"] - 1) // (length // 16))
@@ -57,7 +65,16 @@ def test_requests_that_fit_follow_from_the_global_pool(capsys: pytest.CaptureFix
 def test_the_text_names_every_part_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "270m", "--kv-cache-memory", "3GiB", "--max-model-len", "8192"]) == 0
     text = capsys.readouterr().out
-    for part in ("268,098,176", "435,870,336", "LLLLLG", "weights", "global pool", "local pool", "1k: 64", "max_model_len 8,192"):
+    for part in (
+        "268,098,176",
+        "435,870,336",
+        "LLLLLG",
+        "weights",
+        "global pool",
+        "local pool",
+        "1k: 64",
+        "max_model_len 8,192",
+    ):
         assert part in text
     assert "32k: longer than max_model_len" in text
 
@@ -92,12 +109,19 @@ def test_a_cache_that_is_too_small_names_the_flags(capsys: pytest.CaptureFixture
 def test_default_budget_and_formats() -> None:
     assert available_memory() > 0
     assert default_kv_cache_memory(1000) == 500
-    assert [format_bytes(size) for size in (512, 3072, 5 << 20, 3 << 30)] == ["512 B", "3 KiB", "5 MiB", "3.00 GiB"]
+    assert [format_bytes(size) for size in (512, 3072, 5 << 20, 3 << 30)] == [
+        "512 B",
+        "3 KiB",
+        "5 MiB",
+        "3.00 GiB",
+    ]
 
 
 def test_the_layouts_in_the_docs_are_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     document = (Path(__file__).parents[3] / "docs" / "kv-cache.md").read_text()
-    (command,) = [line.split() for line in document.splitlines() if line.startswith("    gemserve info --layouts")]
+    (command,) = [
+        line.split() for line in document.splitlines() if line.startswith("    gemserve info --layouts")
+    ]
     assert main(command[1:]) == 0
     assert f"```\n{capsys.readouterr().out}```" in document
 

@@ -1,4 +1,5 @@
-"""The command line as a process: it answers at once, and ends with one line and an exit code when something is wrong."""
+"""The command line as a process: it answers at once, and ends with one line and an exit code when something
+is wrong."""
 
 import resource
 import socket
@@ -13,7 +14,12 @@ ROOT = Path(__file__).parent.parent.parent.parent
 
 def gemserve(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "server", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "server", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
 
 
@@ -57,7 +63,9 @@ def test_an_unknown_host_is_refused() -> None:
         ("counts.gguf", b"GGUF" + (3).to_bytes(4, "little") + (2**62).to_bytes(8, "little") * 2),
     ],
 )
-def test_a_bad_checkpoint_ends_the_start_before_the_port_answers(tmp_path: Path, name: str, content: bytes | None) -> None:
+def test_a_bad_checkpoint_ends_the_start_before_the_port_answers(
+    tmp_path: Path, name: str, content: bytes | None
+) -> None:
     file = tmp_path / name
     if content is not None:
         file.write_bytes(content)

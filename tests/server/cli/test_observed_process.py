@@ -1,5 +1,5 @@
-"""The process of ``gemserve serve`` as those see it who watch it: the listener of the metrics and the log in JSON; loading is
-replaced to be quick."""
+"""The process of ``gemserve serve`` as those see it who watch it: the listener of the metrics and the log in
+JSON; loading is replaced to be quick."""
 
 import functools
 import json
@@ -47,11 +47,17 @@ def test_metrics_on_their_own_port_need_no_key_and_are_there_until_the_end_of_th
         assert httpx.post(metrics, timeout=60).status_code == 405
         assert get(metrics, headers={"host": "evil.example"}).status_code == 403
         for path in ("/v1/completions", "/v1/messages"):  # which are not here
-            refused = httpx.post(metrics.replace("/metrics", path), headers={"host": "evil.example"}, timeout=60)
+            refused = httpx.post(
+                metrics.replace("/metrics", path), headers={"host": "evil.example"}, timeout=60
+            )
             assert refused.status_code == 403
         key = {"authorization": "Bearer secret"}
         assert get(f"{main}/metrics", headers=key).status_code == 404
-        body = {"prompt": [BOS, HANG, HANG], "max_tokens": 4, "stream": True}  # stops behind its first token until it is told
+        body = {
+            "prompt": [BOS, HANG, HANG],
+            "max_tokens": 4,
+            "stream": True,
+        }  # stops behind its first token until it is told
         with httpx.stream("POST", f"{main}/v1/completions", json=body, timeout=60, headers=key) as response:
             chunks = response.iter_text()
             next(chunks)
@@ -74,7 +80,10 @@ def test_a_metrics_port_that_is_taken_is_named() -> None:
         with start(metrics_port=str(port)) as process:
             _, error = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use; choose another --metrics-port or --host" in error
+    assert (
+        f"cannot listen on 127.0.0.1 port {port}: Address already in use; choose another --metrics-port or --host"
+        in error
+    )
 
 
 def test_a_log_in_json_is_json_from_the_first_line_to_the_last() -> None:

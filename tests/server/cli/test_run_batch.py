@@ -31,7 +31,10 @@ def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
 
 
 def write(file: Path, lines: list[Any]) -> Path:
-    file.write_text("".join(item if isinstance(item, str) else json.dumps(item) + "\n" for item in lines), encoding="utf-8")
+    file.write_text(
+        "".join(item if isinstance(item, str) else json.dumps(item) + "\n" for item in lines),
+        encoding="utf-8",
+    )
     return file
 
 
@@ -81,7 +84,10 @@ def test_every_request_has_its_answer_whatever_it_is(
         assert answer["error"] is None
         assert answer["response"]["status_code"] == STATUS.get(custom_id, 200)
         assert answer["response"]["request_id"]
-    assert found["text"]["response"]["body"]["choices"][0]["text"] == server.complete(**MIXED[0]["body"])["choices"][0]["text"]
+    assert (
+        found["text"]["response"]["body"]["choices"][0]["text"]
+        == server.complete(**MIXED[0]["body"])["choices"][0]["text"]
+    )
     assert found["text"]["response"]["request_id"] == found["text"]["response"]["body"]["id"]
     assert found["wrong"]["response"]["body"]["error"]["param"] == "temperature"
     assert found["vector"]["response"]["body"]["data"][0]["embedding"]
@@ -90,12 +96,16 @@ def test_every_request_has_its_answer_whatever_it_is(
     assert "10 generated tokens" in summary
 
 
-def test_nothing_is_left_to_do_for_a_run_that_was_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_left_to_do_for_a_run_that_was_complete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, target = write(tmp_path / "in.jsonl", [line("a", prompt="x")]), tmp_path / "out.jsonl"
     write(target, [{"id": "batch_req_1", "custom_id": "a", "response": {"status_code": 200}, "error": None}])
     assert run(source, target, "--url", "http://127.0.0.1:9") == 0  # nobody listens there
     assert "1 were answered before" in capsys.readouterr().err
-    assert run(write(tmp_path / "empty.jsonl", []), tmp_path / "none.jsonl", "--url", "http://127.0.0.1:9") == 0
+    assert (
+        run(write(tmp_path / "empty.jsonl", []), tmp_path / "none.jsonl", "--url", "http://127.0.0.1:9") == 0
+    )
 
 
 def test_a_killed_run_goes_on_without_repeating_lines(tmp_path: Path) -> None:
@@ -105,7 +115,18 @@ def test_a_killed_run_goes_on_without_repeating_lines(tmp_path: Path) -> None:
     runner = FakeRunner()
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     with live_server(fake_engine_factory(runner)) as slow:
-        command = [sys.executable, "-m", "server", "run-batch", "-i", str(source), "-o", str(target), "--url", slow.url]
+        command = [
+            sys.executable,
+            "-m",
+            "server",
+            "run-batch",
+            "-i",
+            str(source),
+            "-o",
+            str(target),
+            "--url",
+            slow.url,
+        ]
         command += ["--concurrency", str(concurrency)]
         killed = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 60
@@ -120,7 +141,9 @@ def test_a_killed_run_goes_on_without_repeating_lines(tmp_path: Path) -> None:
         whole = before[: before.rindex(b"\n") + 1]
         assert 3 <= whole.count(b"\n") < num_requests
         with target.open("ab") as file:
-            file.write(b'{"id":"batch_req_x","custom_id":"request-')  # as if it had died in the middle of a line
+            file.write(
+                b'{"id":"batch_req_x","custom_id":"request-'
+            )  # as if it had died in the middle of a line
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         assert f"{whole.count(bytes([10]))} were answered before" in done.stderr
@@ -135,12 +158,16 @@ def test_a_killed_run_goes_on_without_repeating_lines(tmp_path: Path) -> None:
         assert num_requests <= sent <= num_requests + concurrency
 
 
-def test_so_many_requests_at_a_time_and_refusals_are_waited_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_many_requests_at_a_time_and_refusals_are_waited_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(batch_run, "_retry_after", lambda answer: 0.05)
     lines = [line(str(index), prompt="a", max_tokens=15, n=2, temperature=1) for index in range(6)]
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     most = 0
-    with live_server(fake_engine_factory(FakeRunner(step_delay=0.01), max_num_seqs=1), max_queued_requests=3) as small:
+    with live_server(
+        fake_engine_factory(FakeRunner(step_delay=0.01), max_num_seqs=1), max_queued_requests=3
+    ) as small:
         over = threading.Event()
 
         def watch() -> None:
@@ -166,7 +193,10 @@ def test_a_server_that_is_gone_ends_the_run_and_not_its_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(batch_run, "MAX_ATTEMPTS", 2)
-    source, target = write(tmp_path / "in.jsonl", [line("a", prompt="x"), line("b", prompt="x")]), tmp_path / "out.jsonl"
+    source, target = (
+        write(tmp_path / "in.jsonl", [line("a", prompt="x"), line("b", prompt="x")]),
+        tmp_path / "out.jsonl",
+    )
     assert run(source, target, "--url", "http://127.0.0.1:9") == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert "run the same command again to go on" in error
@@ -194,8 +224,13 @@ def test_a_disk_that_is_full_ends_the_run_with_one_line(
     assert "No space left on device; run the same command again" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_two_runs_never_write_to_one_file(server: LiveServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, target = write(tmp_path / "in.jsonl", [line("a", prompt="x", max_tokens=1)]), tmp_path / "out.jsonl"
+def test_two_runs_never_write_to_one_file(
+    server: LiveServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = (
+        write(tmp_path / "in.jsonl", [line("a", prompt="x", max_tokens=1)]),
+        tmp_path / "out.jsonl",
+    )
     with batch_files.BatchOutput(target, batch_files.BatchInput(source)) as other:
         other.write("a", {"status_code": 200}, None)
         before = target.read_bytes()
@@ -209,7 +244,9 @@ def test_two_runs_never_write_to_one_file(server: LiveServer, tmp_path: Path, ca
 def test_an_input_that_changes_while_it_is_read_ends_the_run_with_one_line(
     server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = write(tmp_path / "in.jsonl", [line("a", prompt="x", max_tokens=1), line("b", prompt="x", max_tokens=1)])
+    source = write(
+        tmp_path / "in.jsonl", [line("a", prompt="x", max_tokens=1), line("b", prompt="x", max_tokens=1)]
+    )
     opened = batch_files.BatchOutput.__init__
 
     def change_first(output: batch_files.BatchOutput, *arguments: Any) -> None:
@@ -222,7 +259,10 @@ def test_an_input_that_changes_while_it_is_read_ends_the_run_with_one_line(
 
 
 def test_a_request_that_takes_too_long_is_an_error_of_its_line(tmp_path: Path) -> None:
-    source, target = write(tmp_path / "in.jsonl", [line("a", prompt="x", max_tokens=400)]), tmp_path / "out.jsonl"
+    source, target = (
+        write(tmp_path / "in.jsonl", [line("a", prompt="x", max_tokens=400)]),
+        tmp_path / "out.jsonl",
+    )
     with live_server(fake_engine_factory(FakeRunner(step_delay=0.05))) as slow:
         assert run(source, target, "--url", slow.url, "--timeout", "0.3") == 1
     (answer,) = answers(target).values()
@@ -260,7 +300,9 @@ def test_options_that_contradict_are_refused(tmp_path: Path, capsys: pytest.Capt
     other = write(tmp_path / "other.jsonl", [{"custom_id": "b"}])
     options: list[Callable[[], int]] = [
         lambda: run(source, other, "--url", "http://127.0.0.1:9"),
-        lambda: run(source, write(tmp_path / "list.jsonl", [{"custom_id": ["a"]}]), "--url", "http://127.0.0.1:9"),
+        lambda: run(
+            source, write(tmp_path / "list.jsonl", [{"custom_id": ["a"]}]), "--url", "http://127.0.0.1:9"
+        ),
         lambda: run(source, source, "--url", "http://127.0.0.1:9"),
         lambda: run(tmp_path / "missing.jsonl", target, "--url", "http://127.0.0.1:9"),
         lambda: run(source, tmp_path / "no" / "out.jsonl", "--url", "http://127.0.0.1:9"),
@@ -270,21 +312,47 @@ def test_options_that_contradict_are_refused(tmp_path: Path, capsys: pytest.Capt
     ]
     for call in options:
         assert call() == 2
-        assert len([text for text in capsys.readouterr().err.splitlines() if text.startswith("gemserve: error: ")]) == 1
+        assert (
+            len(
+                [
+                    text
+                    for text in capsys.readouterr().err.splitlines()
+                    if text.startswith("gemserve: error: ")
+                ]
+            )
+            == 1
+        )
     assert json.loads(other.read_text()) == {"custom_id": "b"}
     assert json.loads(source.read_text()) == line("a", prompt="x")
 
 
-def test_a_model_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_in_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("GEMSERVE_API_KEY", "of-the-server")
     folder = write_tiny_folder(tmp_path / "tiny")
     lines = [line(f"{index}", prompt=f"Tale {index}", max_tokens=5, temperature=0) for index in range(6)]
     lines.append(line("vector", EMBEDDINGS, input=["a", "b"]))
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     small = ["--dtype", "float32", "--num-threads", "1", "--kv-cache-memory", "16MiB", "--max-num-seqs", "2"]
-    options = [str(folder), *small, "--max-num-batched-tokens", "64", "--max-model-len", "256", "--debug-invariants"]
+    options = [
+        str(folder),
+        *small,
+        "--max-num-batched-tokens",
+        "64",
+        "--max-model-len",
+        "256",
+        "--debug-invariants",
+    ]
     assert run(source, target, *options) == 0
     assert set(answers(target)) == {item["custom_id"] for item in lines}
     assert "7 succeeded" in capsys.readouterr().err
-    assert run(write(tmp_path / "more.jsonl", [*lines, line("new", prompt="x")]), target, str(tmp_path / "missing")) == 1
+    assert (
+        run(
+            write(tmp_path / "more.jsonl", [*lines, line("new", prompt="x")]),
+            target,
+            str(tmp_path / "missing"),
+        )
+        == 1
+    )
     assert "missing" in capsys.readouterr().err.splitlines()[-1]

@@ -26,19 +26,24 @@ def test_a_failed_load_ends_the_process_with_one_line() -> None:
     with start("bad_weights") as process:
         _, error = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert error.rstrip().endswith("gemserve: error: model.safetensors: tensor model.norm.weight is truncated")
+    assert error.rstrip().endswith(
+        "gemserve: error: model.safetensors: tensor model.norm.weight is truncated"
+    )
     assert "Traceback" not in error
 
 
 def test_a_full_disk_ends_the_start_with_one_line(tmp_path: Path) -> None:
-    """The limit of the size of files stands for the disk: the converted tokenizer fits neither into the cache nor elsewhere."""
+    """The limit of the size of files stands for the disk: the converted tokenizer fits neither into the cache
+    nor elsewhere."""
     model = write_gguf(tmp_path / "tiny.gguf", random_weights())
     script = (
         "import resource, sys; from server.__main__ import main\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))\n"
         f"sys.exit(main(['serve', {str(model)!r}, '--port', '0', '--cache-dir', {str(tmp_path / 'cache')!r}]))\n"
     )
-    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+    )
     assert ended.returncode == 1
     last = ended.stderr.rstrip().splitlines()[-1]
     assert last.startswith("gemserve: error: The converted tokenizer")
@@ -71,7 +76,9 @@ def test_a_step_that_hangs_ends_the_process(is_told_to_stop: bool) -> None:
     assert events[-2:] == ["data: [DONE]", ""]
     assert '"code":"internal_error"' in events[-3]
     assert process.returncode == 1
-    assert error.rstrip().endswith("gemserve: error: EngineHungError: a step of the model did not end within 1 seconds")
+    assert error.rstrip().endswith(
+        "gemserve: error: EngineHungError: a step of the model did not end within 1 seconds"
+    )
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
 
@@ -88,9 +95,12 @@ def test_the_end_at_once_takes_children_that_end_meanwhile(monkeypatch: pytest.M
     assert codes == [130]
 
 
-@pytest.mark.parametrize(("error", "is_left"), [(RankError("rank 1 has ended"), True), (ConfigError("--flag is wrong"), False)])
+@pytest.mark.parametrize(
+    ("error", "is_left"), [(RankError("rank 1 has ended"), True), (ConfigError("--flag is wrong"), False)]
+)
 def test_a_loading_thread_that_waits_for_a_rank_is_not_waited_for(error: ModelError, is_left: bool) -> None:
-    """Where a rank ends while a model is loaded, rank 0's thread is left in native code: interpreter and it must not meet."""
+    """Where a rank ends while a model is loaded, rank 0's thread is left in native code: interpreter and it
+    must not meet."""
     app = create_app(Settings())
     app.state.server.load_error = error
     assert serving.Server(uvicorn.Config(app), app.state.server, None).has_native_work is is_left

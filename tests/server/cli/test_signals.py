@@ -1,5 +1,5 @@
-"""Signals end the process of ``gemserve serve`` in order, whatever it does just then: never a silent cut, no wait without end,
-and the port is free afterwards."""
+"""Signals end the process of ``gemserve serve`` in order, whatever it does just then: never a silent cut, no
+wait without end, and the port is free afterwards."""
 
 import contextlib
 import json
@@ -76,12 +76,16 @@ def open_stream(port: int) -> socket.socket:
     return connection
 
 
-@pytest.mark.parametrize(("shutdown_timeout", "ending"), [(30, '"finish_reason":"length"'), (0.2, '"code":"shutting_down"')])
+@pytest.mark.parametrize(
+    ("shutdown_timeout", "ending"), [(30, '"finish_reason":"length"'), (0.2, '"code":"shutting_down"')]
+)
 def test_running_streams_finish_or_are_told(shutdown_timeout: float, ending: str) -> None:
     with start("fake_model", shutdown_timeout) as process:
         port = wait_until_ready(process)
         body = {**LONG, "max_tokens": 100}
-        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=SOON) as response:
+        with httpx.stream(
+            "POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=SOON
+        ) as response:
             chunks = response.iter_text()
             next(chunks)
             process.send_signal(signal.SIGTERM)
@@ -92,8 +96,8 @@ def test_running_streams_finish_or_are_told(shutdown_timeout: float, ending: str
 
 
 def test_running_and_queued_requests_and_a_client_that_does_not_read() -> None:
-    """Ten requests on eight places, long ones all, with a second's grace: those that run get an error event, those that wait a
-    503; one client never looks at its answer."""
+    """Ten requests on eight places, long ones all, with a second's grace: those that run get an error event,
+    those that wait a 503; one client never looks at its answer."""
     answers: list[httpx.Response] = []
     with start("fake_model", shutdown_timeout=1) as process, contextlib.ExitStack() as stack:
         port = wait_until_ready(process)
@@ -144,7 +148,9 @@ def test_while_a_step_takes_for_ever() -> None:
     with start("fake_model", shutdown_timeout=0.2, step_timeout=0) as process:
         port = wait_until_ready(process)
         body = {**LONG, "prompt": [BOS, *[HANG] * 3]}
-        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=SOON) as response:
+        with httpx.stream(
+            "POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=SOON
+        ) as response:
             chunks = response.iter_text()
             next(chunks)
             process.send_signal(signal.SIGTERM)

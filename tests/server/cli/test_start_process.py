@@ -26,7 +26,9 @@ sys.exit(main(["serve", "--port", "0"]))
 
 
 def test_nothing_is_collected_while_loading_and_what_was_loaded_never_is() -> None:
-    with subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stderr is not None
         lines = []
         while "ready: serving" not in "".join(lines):

@@ -1,8 +1,10 @@
-"""An engine without a model: a runner whose tokens are a function of all tokens before, which checks the cache it is given.
+"""An engine without a model: a runner whose tokens are a function of all tokens before, which checks the
+cache it is given.
 
-The runner keeps, per block id of each group, the tokens that were written to it. Before it "computes" a token it verifies that
-every key the network would read (all positions for the global group, the window for the local one) lies in the block the table
-names, with the right content. A block recycled too early, shared wrongly or never computed is found at once.
+The runner keeps, per block id of each group, the tokens that were written to it. Before it "computes" a token
+it verifies that every key the network would read (all positions for the global group, the window for the
+local one) lies in the block the table names, with the right content. A block recycled too early, shared
+wrongly or never computed is found at once.
 """
 
 import hashlib
@@ -39,15 +41,19 @@ def next_token(tokens: Sequence[int], seed: int = 0) -> int:
 
 def sum_of_states(tokens: Sequence[int], start: int = 0) -> npt.NDArray[np.float64]:
     """A stand-in for hidden states that tells every token, its position and how often it was counted."""
-    return np.array([[token, position * token, 1] for position, token in enumerate(tokens, start)], dtype=np.float64).sum(0)
+    return np.array(
+        [[token, position * token, 1] for position, token in enumerate(tokens, start)], dtype=np.float64
+    ).sum(0)
 
 
 class CheckingRunner:
-    """Implements the Runner protocol. The whole token history is rebuilt from the cache, never from the request."""
+    """Implements the Runner protocol. The whole token history is rebuilt from the cache, never from the
+    request."""
 
     def __init__(self, spec: KVCacheSpec) -> None:
         self.spec = spec
-        # (group, block, offset) -> the prefix that was computed there; a prefix names its position and all tokens before it.
+        # (group, block, offset) -> the prefix that was computed there; a prefix names its position and all
+        # tokens before it.
         self.written: dict[tuple[str, int, int], tuple[int, ...]] = {}
         self.steps: list[list[SequenceChunk]] = []
         self.num_computed: dict[tuple[int, ...], int] = {}
@@ -55,7 +61,9 @@ class CheckingRunner:
         self.memory: int | None = None  # tokens that one run has memory for
         self.num_refused = 0
         self.num_array_steps = 0
-        self.is_odd: Callable[[tuple[int, ...]], bool] = lambda prefix: False  # whose logits after it are not finite
+        self.is_odd: Callable[[tuple[int, ...]], bool] = lambda prefix: (
+            False
+        )  # whose logits after it are not finite
 
     def run(self, chunks: Sequence[SequenceChunk]) -> Sequence[ChunkResult]:
         self.steps.append(list(chunks))
@@ -109,9 +117,13 @@ class CheckingRunner:
         window_start = max(0, chunk.start - self.spec.sliding_window + 1)
         for position in range(len(prefix)):
             expected = prefix[: position + 1]
-            assert self.written[self._slot("global", chunk.global_block_table, position)] == expected, "global content differs"
+            assert self.written[self._slot("global", chunk.global_block_table, position)] == expected, (
+                "global content differs"
+            )
             if position >= window_start:
-                assert self.written[self._slot("local", chunk.local_block_table, position)] == expected, "local content differs"
+                assert self.written[self._slot("local", chunk.local_block_table, position)] == expected, (
+                    "local content differs"
+                )
         result = ChunkResult()
         if chunk.pools:
             result.hidden_sum = sum_of_states(prefix[chunk.start :], chunk.start)
@@ -141,8 +153,9 @@ def bare_tokens(results: Sequence[ChunkResult]) -> SampledTokens:
 
 
 class LazyRunner(CheckingRunner):
-    """A device that has done nothing before it is asked for results, and then every step up to that one, in order: whatever the
-    host changes too early is seen by the steps that it has launched. Blocks that a step uses must be held until then."""
+    """A device that has done nothing before it is asked for results, and then every step up to that one, in
+    order: whatever the host changes too early is seen by the steps that it has launched. Blocks that a step
+    uses must be held until then."""
 
     def __init__(self, spec: KVCacheSpec, kv: KVCacheManager) -> None:
         super().__init__(spec)
@@ -152,7 +165,9 @@ class LazyRunner(CheckingRunner):
 
     def launch(self, chunks: Sequence[SequenceChunk]) -> "LazyStep":
         assert len(self._queue) < 2, "more than one step ahead"
-        self._check_memory(len(chunks) if isinstance(chunks, DecodeChunks) else sum(len(c.token_ids) for c in chunks))
+        self._check_memory(
+            len(chunks) if isinstance(chunks, DecodeChunks) else sum(len(c.token_ids) for c in chunks)
+        )
         self.num_launched_ahead += len(self._queue)
         step = LazyStep(self, chunks)
         self._queue.append(step)
@@ -172,7 +187,9 @@ class LazyRunner(CheckingRunner):
     def _slot(self, group: str, table: Sequence[int], position: int) -> tuple[str, int, int]:
         group, block, offset = super()._slot(group, table, position)
         pool = self._kv.global_pool if group == "global" else self._kv.local_pool
-        assert pool.ref_count(block) > 0, f"{group}: block {block} was freed before the step that uses it has run"
+        assert pool.ref_count(block) > 0, (
+            f"{group}: block {block} was freed before the step that uses it has run"
+        )
         return group, block, offset
 
 
@@ -186,7 +203,10 @@ class LazyStep:
         self._drawn = chunks.drawn if isinstance(chunks, DecodeChunks) else None
         if self._drawn is None:
             self._chunks = [
-                replace(c, global_block_table=[*c.global_block_table], local_block_table=[*c.local_block_table]) for c in chunks
+                replace(
+                    c, global_block_table=[*c.global_block_table], local_block_table=[*c.local_block_table]
+                )
+                for c in chunks
             ]
             if isinstance(chunks, DecodeChunks) and chunks.plain:
                 runner._check_arrays(chunks)
@@ -201,7 +221,9 @@ class LazyStep:
             assert row[: len(table)].tolist() == table
         global_table, local_table = ([*table] for table in tables)
         position = int(chunks.positions[index])
-        return SequenceChunk([], start, global_table, local_table, chunks.sampling[index], samples=True, position=position)
+        return SequenceChunk(
+            [], start, global_table, local_table, chunks.sampling[index], samples=True, position=position
+        )
 
     def chunks(self) -> list[SequenceChunk]:
         if self._drawn is not None:
@@ -224,7 +246,9 @@ class LazyStep:
 
 
 def make_spec(block_size: int = 4, window: int = 8) -> KVCacheSpec:
-    return KVCacheSpec(block_size, window, num_global_layers=1, num_local_layers=5, bytes_per_token_per_layer=8)
+    return KVCacheSpec(
+        block_size, window, num_global_layers=1, num_local_layers=5, bytes_per_token_per_layer=8
+    )
 
 
 class Harness:
@@ -248,10 +272,15 @@ class Harness:
         self.spec = make_spec(block_size, window)
         if num_local_blocks is None:
             num_local_blocks = self.spec.local_pool_blocks(max_num_seqs, max_num_batched_tokens)
-        self.kv = KVCacheManager(self.spec, num_global_blocks, num_local_blocks, prefix_caching=prefix_caching)
+        self.kv = KVCacheManager(
+            self.spec, num_global_blocks, num_local_blocks, prefix_caching=prefix_caching
+        )
         capacity = self.kv.capacity_tokens
         self.config = SchedulerConfig(
-            max_num_seqs, max_num_batched_tokens, min(capacity, max_model_len or capacity), over_admission=over_admission
+            max_num_seqs,
+            max_num_batched_tokens,
+            min(capacity, max_model_len or capacity),
+            over_admission=over_admission,
         )
         self.runner = LazyRunner(self.spec, self.kv) if async_scheduling else CheckingRunner(self.spec)
         self.time = 0.0
@@ -288,7 +317,15 @@ class Harness:
         params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
         self.outputs[request_id] = []
         self.core.add(
-            GenerationSpec(request_id, list(prompt), params, cache_salt=salt, grammar=grammar, pools=pools, priority=priority)
+            GenerationSpec(
+                request_id,
+                list(prompt),
+                params,
+                cache_salt=salt,
+                grammar=grammar,
+                pools=pools,
+                priority=priority,
+            )
         )
         return request_id
 

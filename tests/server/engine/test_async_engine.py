@@ -9,7 +9,13 @@ from model.interface.sampling_params import SamplingParams
 from model.interface.sequence_chunk import NOT_FINITE, ChunkResult, SequenceChunk
 from server.engine.async_engine import AsyncEngine, EngineLimits
 from server.engine.core import EngineCore
-from server.engine.request import EngineDeadError, EngineDrainingError, GenerationSpec, RequestFailedError, TokenOutput
+from server.engine.request import (
+    EngineDeadError,
+    EngineDrainingError,
+    GenerationSpec,
+    RequestFailedError,
+    TokenOutput,
+)
 from tests.server.engine.harness import CheckingRunner, Harness, expected_tokens
 from tests.server.engine.scheduler.test_scheduler import prompt
 
@@ -28,12 +34,16 @@ class FaultyRunner(CheckingRunner):
 def make_engine(runner: CheckingRunner | None = None) -> AsyncEngine:
     parts = Harness(num_global_blocks=300)
     core = EngineCore(runner or parts.runner, parts.kv, parts.config, debug_invariants=True)
-    return AsyncEngine(core, EngineLimits(parts.config.max_model_len, parts.config.max_num_seqs, parts.kv.capacity_tokens))
+    return AsyncEngine(
+        core, EngineLimits(parts.config.max_model_len, parts.config.max_num_seqs, parts.kv.capacity_tokens)
+    )
 
 
 def spec(request_id: str, length: int = 10, max_tokens: int = 8, first: int | None = None) -> GenerationSpec:
     tokens = prompt(length, len(request_id))
-    return GenerationSpec(request_id, tokens if first is None else [first, *tokens], SamplingParams(max_tokens=max_tokens))
+    return GenerationSpec(
+        request_id, tokens if first is None else [first, *tokens], SamplingParams(max_tokens=max_tokens)
+    )
 
 
 async def collect(engine: AsyncEngine, request: GenerationSpec) -> list[int]:
@@ -115,7 +125,9 @@ def test_a_request_that_fails_alone_takes_no_other_request_with_it() -> None:
         engine.start()
         good = [spec("z" * (i + 1)) for i in range(3)]
         results = await asyncio.gather(
-            collect(engine, spec("bad", first=666)), *(collect(engine, s) for s in good), return_exceptions=True
+            collect(engine, spec("bad", first=666)),
+            *(collect(engine, s) for s in good),
+            return_exceptions=True,
         )
         assert isinstance(results[0], RequestFailedError)
         assert results[1:] == [expected_tokens(s.prompt_token_ids, 8) for s in good]

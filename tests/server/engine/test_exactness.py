@@ -1,6 +1,8 @@
-"""Engine and network together, float32, tiny random weights: nothing about scheduling may change what a request gets.
+"""Engine and network together, float32, tiny random weights: nothing about scheduling may change what a
+request gets.
 
-Tolerance 1e-4 on log-probabilities: float32 sums in another order (other matrix shapes per chunk size) differ by about 1e-6.
+Tolerance 1e-4 on log-probabilities: float32 sums in another order (other matrix shapes per chunk size) differ
+by about 1e-6.
 """
 
 from collections.abc import Iterator, Sequence
@@ -62,8 +64,12 @@ class Engine:
             prefix_caching=False,  # no local blocks beyond the proven bound
         )
         self.runner = tiny_runner(plan, block_size)
-        self.kv = KVCacheManager(spec, plan.num_global_blocks, plan.num_local_blocks, prefix_caching=prefix_caching)
-        config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, plan.capacity_tokens, over_admission=over_admission)
+        self.kv = KVCacheManager(
+            spec, plan.num_global_blocks, plan.num_local_blocks, prefix_caching=prefix_caching
+        )
+        config = SchedulerConfig(
+            max_num_seqs, max_num_batched_tokens, plan.capacity_tokens, over_admission=over_admission
+        )
         self.core = EngineCore(self.runner, self.kv, config, debug_invariants=True)
         self._count = 0
 
@@ -146,7 +152,9 @@ def test_a_hot_cache_gives_the_same_logits_as_a_cold_one(solo: dict[int, Answer]
 def test_greedy_tokens_do_not_depend_on_neighbours(solo: dict[int, Answer]) -> None:
     for count in (1, 15):
         engine = Engine(max_num_seqs=16)
-        neighbours = [(prompt(20 + 9 * i, seed=i + 1), SamplingParams(max_tokens=20, seed=i)) for i in range(count)]
+        neighbours = [
+            (prompt(20 + 9 * i, seed=i + 1), SamplingParams(max_tokens=20, seed=i)) for i in range(count)
+        ]
         mine = (prompt(81), greedy())
         before = engine.run([mine, *neighbours])[0]
         after = engine.run([*neighbours, mine])[-1]
@@ -176,7 +184,8 @@ def test_preempted_requests_get_what_they_get_alone(over_admission: bool) -> Non
 
 
 def test_a_continuation_equals_a_fresh_prefill_far_beyond_the_window() -> None:
-    """300 tokens generated from a prompt below the window: their log-probabilities again, teacher-forced in one prefill."""
+    """300 tokens generated from a prompt below the window: their log-probabilities again, teacher-forced in
+    one prefill."""
     engine = Engine(pool_tokens=1024)
     first = engine.run([(prompt(WINDOW - 10), greedy(300))])[0]
     whole = prompt(WINDOW - 10) + first.tokens

@@ -1,4 +1,5 @@
-"""Requests with a grammar in the engine: each has its own state, it survives preemption, and it ends the request."""
+"""Requests with a grammar in the engine: each has its own state, it survives preemption, and it ends the
+request."""
 
 from dataclasses import dataclass, field
 
@@ -13,7 +14,8 @@ STOP = 7
 
 @dataclass
 class Steps:
-    """A grammar of fixed length: position i allows tokens 100 + 10 i to 100 + 10 i + 9. After ``late`` more masks it notices."""
+    """A grammar of fixed length: position i allows tokens 100 + 10 i to 100 + 10 i + 9. After ``late`` more
+    masks it notices."""
 
     length: int
     may_end_at: int | None = None

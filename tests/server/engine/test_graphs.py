@@ -1,4 +1,5 @@
-"""Engine and network with decode steps replayed as graphs: requests get the same tokens as without, however they come and go."""
+"""Engine and network with decode steps replayed as graphs: requests get the same tokens as without, however
+they come and go."""
 
 import random
 from collections import Counter
@@ -26,7 +27,9 @@ ABORTED = "r7"
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, MAX_MODEL_LEN = 9, 48, 160
 
 
-def make_core(runner: ModelRunner, pool_tokens: int, device: GraphDevice | None, *, ahead: bool) -> EngineCore:
+def make_core(
+    runner: ModelRunner, pool_tokens: int, device: GraphDevice | None, *, ahead: bool
+) -> EngineCore:
     spec = runner.spec
     memory = (pool_tokens // BLOCK_SIZE + 1) * spec.global_block_bytes
     memory += spec.local_pool_blocks(MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS) * spec.local_block_bytes
@@ -50,7 +53,12 @@ def make_core(runner: ModelRunner, pool_tokens: int, device: GraphDevice | None,
 
 
 def answers(
-    runner: ModelRunner, pool_tokens: int, device: GraphDevice | None, *, ahead: bool = False, stops: frozenset[int] = frozenset()
+    runner: ModelRunner,
+    pool_tokens: int,
+    device: GraphDevice | None,
+    *,
+    ahead: bool = False,
+    stops: frozenset[int] = frozenset(),
 ) -> dict[str, list[int]]:
     core = make_core(runner, pool_tokens, device, ahead=ahead)
     choose = random.Random(4)
@@ -59,7 +67,10 @@ def answers(
     for index in range(24):
         prompt = shared[: choose.randrange(40)] + random_prompt(choose.randrange(1, 30), seed=index)
         sampling = SamplingParams(
-            max_tokens=choose.randrange(1, 70), temperature=choose.choice((0.0, 1.0)), seed=index, stop_token_ids=stops
+            max_tokens=choose.randrange(1, 70),
+            temperature=choose.choice((0.0, 1.0)),
+            seed=index,
+            stop_token_ids=stops,
         )
         waiting.append(GenerationSpec(f"r{index}", prompt, sampling))
     tokens: dict[str, list[int]] = {spec.request_id: [] for spec in waiting}
@@ -84,7 +95,9 @@ def test_requests_get_the_same_tokens_through_graphs(pool_tokens: int) -> None:
     expected = answers(runner, pool_tokens, None)
     device = RerunDevice()
     actual = answers(runner, pool_tokens, device)
-    aborted = list(zip(actual.pop(ABORTED), expected.pop(ABORTED), strict=False))  # at another token, if steps took other times
+    aborted = list(
+        zip(actual.pop(ABORTED), expected.pop(ABORTED), strict=False)
+    )  # at another token, if steps took other times
     assert all(got == wanted for got, wanted in aborted)
     assert actual == expected
     assert len(device.replayed) > 50
@@ -95,7 +108,8 @@ def test_requests_get_the_same_tokens_through_graphs(pool_tokens: int) -> None:
 @pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("pool_tokens", [2000, 400], ids=["room for all", "preemption"])
 def test_requests_get_the_same_tokens_one_step_ahead(pool_tokens: int, graphed: bool) -> None:
-    """The tokens that a step draws go to the next one without the host, in whatever row of a graph's buffers they belong."""
+    """The tokens that a step draws go to the next one without the host, in whatever row of a graph's buffers
+    they belong."""
     model = make_model(cpu_ops(torch.float32))
     runner = ModelRunner(model, CONFIG.kv_cache_spec(BLOCK_SIZE, 4), model.ops)
     stops = frozenset(range(0, CONFIG.vocab_size, 25))
@@ -119,7 +133,8 @@ def test_requests_get_the_same_tokens_one_step_ahead(pool_tokens: int, graphed: 
 
 
 def answers_of_one_batch(runner: ModelRunner, device: GraphDevice, *, ahead: bool) -> dict[str, list[int]]:
-    """Of requests that come together and end together, so that every step has the same batch whenever it is launched."""
+    """Of requests that come together and end together, so that every step has the same batch whenever it is
+    launched."""
     core = make_core(runner, 2000, device, ahead=ahead)
     launch_ahead, num_ahead = core._launch_ahead, 0
 
@@ -138,7 +153,9 @@ def answers_of_one_batch(runner: ModelRunner, device: GraphDevice, *, ahead: boo
     core._launch_ahead = counted  # type: ignore[method-assign]
     tokens: dict[str, list[int]] = {}
     for index in range(6):
-        sampling = SamplingParams(max_tokens=50, temperature=index % 2, seed=index, stop_token_ids=frozenset())
+        sampling = SamplingParams(
+            max_tokens=50, temperature=index % 2, seed=index, stop_token_ids=frozenset()
+        )
         core.add(GenerationSpec(f"r{index}", random_prompt(8, seed=index), sampling))
     while core.has_work:
         for request, event in core.step():
@@ -152,7 +169,9 @@ def answers_of_one_batch(runner: ModelRunner, device: GraphDevice, *, ahead: boo
 def test_steps_ahead_of_one_batch_are_the_same_steps() -> None:
     model = make_model(cpu_ops(torch.float32))
     runner = ModelRunner(model, CONFIG.kv_cache_spec(BLOCK_SIZE, 4), model.ops)
-    assert answers_of_one_batch(runner, RerunDevice(), ahead=True) == answers_of_one_batch(runner, RerunDevice(), ahead=False)
+    assert answers_of_one_batch(runner, RerunDevice(), ahead=True) == answers_of_one_batch(
+        runner, RerunDevice(), ahead=False
+    )
 
 
 @pytest.mark.gpu
@@ -161,4 +180,6 @@ def test_steps_ahead_on_a_device_are_the_same_steps_and_nobody_waits() -> None:
     model = make_model(select_ops(torch.device("cuda"), torch.float32))
     runner = ModelRunner(model, CONFIG.kv_cache_spec(BLOCK_SIZE, 4), model.ops)
     device = CudaGraphDevice(torch.device("cuda"))
-    assert answers_of_one_batch(runner, device, ahead=True) == answers_of_one_batch(runner, device, ahead=False)
+    assert answers_of_one_batch(runner, device, ahead=True) == answers_of_one_batch(
+        runner, device, ahead=False
+    )

@@ -1,4 +1,5 @@
-"""What the engine checks of itself when nothing is left to do, without the debug flag: cheap, and enough to notice a leak."""
+"""What the engine checks of itself when nothing is left to do, without the debug flag: cheap, and enough to
+notice a leak."""
 
 import pytest
 

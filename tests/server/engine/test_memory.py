@@ -1,17 +1,24 @@
-"""A step that the device has no memory for is run in parts, with the same results; what does not fit even alone fails alone."""
+"""A step that the device has no memory for is run in parts, with the same results; what does not fit even
+alone fails alone."""
 
 import pytest
 
 from tests.server.engine.harness import Harness, expected_tokens
 
-PROMPTS = [list(range(first, first + length)) for first, length in ((0, 30), (100, 7), (200, 1), (300, 21), (400, 16))]
+PROMPTS = [
+    list(range(first, first + length))
+    for first, length in ((0, 30), (100, 7), (200, 1), (300, 21), (400, 16))
+]
 
 
 @pytest.mark.parametrize("memory", [1, 2, 3, 5, 8, 13])
 def test_results_are_those_of_a_roomy_device(memory: int) -> None:
     engine = Harness()
     engine.runner.memory = memory
-    requests = [engine.add(prompt, 6, prompt_logprobs=1 if index % 2 else None) for index, prompt in enumerate(PROMPTS)]
+    requests = [
+        engine.add(prompt, 6, prompt_logprobs=1 if index % 2 else None)
+        for index, prompt in enumerate(PROMPTS)
+    ]
     engine.run()
     assert engine.runner.num_refused > 0
     assert engine.core.stats.memory_faults_total == engine.runner.num_refused

@@ -14,8 +14,11 @@ C_CALLS_PER_SEQUENCE = 1  # the append of its token
 
 
 def calls(lengths: list[int], temperature: float = 0.0) -> Counter[str]:
-    """Calls of Python functions and of built-in ones in a step in which every sequence decodes and none begins a block."""
-    assert all(length % BLOCK_SIZE == 1 for length in lengths), "with the tokens of the first steps, all stay in their block"
+    """Calls of Python functions and of built-in ones in a step in which every sequence decodes and none
+    begins a block."""
+    assert all(length % BLOCK_SIZE == 1 for length in lengths), (
+        "with the tokens of the first steps, all stay in their block"
+    )
     runner = stub_runner(BLOCK_SIZE)
     core = decoding_core(runner, runner.spec, lengths, temperature)
     for _ in range(2):
@@ -64,8 +67,21 @@ def test_a_decode_step_costs_the_same_calls_at_every_context() -> None:
 def test_the_report_names_every_part_and_the_delivery() -> None:
     parts = measure_overhead(3, 40, 20, temperature=1.0)
     assert len(parts.steps) == len(parts.steps_ahead) == len(parts.deliveries) == 20
-    assert all(step["schedule"] > 0 < step["sample"] for step in parts.steps_ahead), "every step was launched ahead"
+    assert all(step["schedule"] > 0 < step["sample"] for step in parts.steps_ahead), (
+        "every step was launched ahead"
+    )
     report = render(parts, 3, 40, 1.0)
-    parts_named = ("schedule", "chunks", "batch", "sample", "update", "books", "step", "waits", "ahead", "delivery")
+    parts_named = (
+        "schedule",
+        "chunks",
+        "batch",
+        "sample",
+        "update",
+        "books",
+        "step",
+        "waits",
+        "ahead",
+        "delivery",
+    )
     for name in (*parts_named, "3 sequences", "temperature 1"):
         assert name in report

@@ -1,5 +1,5 @@
-"""Requests that want the mean of their prompt's hidden states: one output, every token counted once, whatever the scheduler
-does."""
+"""Requests that want the mean of their prompt's hidden states: one output, every token counted once, whatever
+the scheduler does."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""Case 51: constraints that are wrong or too much are refused within two seconds, and the next one compiles."""
+"""Case 51: constraints that are wrong or too much are refused within two seconds, and the next one
+compiles."""
 
 import asyncio
 import contextlib
@@ -55,11 +56,16 @@ def nested_schema(depth: int) -> dict[str, object]:
 def chained_schema(length: int, more: dict[str, object]) -> dict[str, object]:
     """Each definition refers to the next one."""
     key = "items" if more else "$ref"
-    links = {f"d{i}": {**more, key: {"$ref": f"#/$defs/d{i + 1}"} if more else f"#/$defs/d{i + 1}"} for i in range(length)}
+    links = {
+        f"d{i}": {**more, key: {"$ref": f"#/$defs/d{i + 1}"} if more else f"#/$defs/d{i + 1}"}
+        for i in range(length)
+    }
     return {"$defs": {**links, f"d{length}": {"type": "null"}}, "$ref": "#/$defs/d0"}
 
 
-@pytest.mark.parametrize(("kind", "value"), [*BAD, ("json", nested_schema(500))], ids=lambda value: repr(value)[:24])
+@pytest.mark.parametrize(
+    ("kind", "value"), [*BAD, ("json", nested_schema(500))], ids=lambda value: repr(value)[:24]
+)
 def test_a_bad_constraint_is_refused_in_time(kind: str, value: object) -> None:
     compiler = GrammarCompiler(fake_tokenizer())
     compiler.warm_up()
@@ -112,7 +118,9 @@ def test_an_expensive_constraint_compiles_or_is_refused_in_time(kind: str, value
 
     started = time.process_time()
     outcome = asyncio.run(scenario())
-    assert time.process_time() - started < 2.5  # the limit is 1.5 seconds, the rest is the making of the vocabulary
+    assert (
+        time.process_time() - started < 2.5
+    )  # the limit is 1.5 seconds, the rest is the making of the vocabulary
     if isinstance(outcome, GrammarError):
         assert len(str(outcome)) < 500
     else:
@@ -146,7 +154,9 @@ def test_a_compilation_that_takes_too_long_is_left_behind(monkeypatch: pytest.Mo
     asyncio.run(scenario())
 
 
-def test_the_vocabulary_is_made_once_when_it_is_first_needed_and_counts_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_vocabulary_is_made_once_when_it_is_first_needed_and_counts_for_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It takes seconds for a real model, longer than a constraint may."""
     made: list[str] = []
     begun, released = threading.Event(), threading.Event()
@@ -209,7 +219,9 @@ def test_a_vocabulary_that_cannot_be_made_is_tried_again(monkeypatch: pytest.Mon
     assert isinstance(asyncio.run(scenario()), CompiledGrammar)
 
 
-def test_the_vocabulary_is_made_in_an_idle_moment_and_not_beside_running_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_vocabulary_is_made_in_an_idle_moment_and_not_beside_running_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(compiler_module, "IDLE_SECONDS", 0.08)
     made_after: list[int] = []
     answers: list[bool] = []

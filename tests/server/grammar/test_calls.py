@@ -1,4 +1,5 @@
-"""Constrained calls: whatever a model without preferences draws, they parse, name a known function and follow its schema."""
+"""Constrained calls: whatever a model without preferences draws, they parse, name a known function and follow
+its schema."""
 
 import json
 from typing import Any
@@ -11,7 +12,11 @@ from server.text.tool_calls.call_parser import CallFormat, CallParser, CallPiece
 from server.text.tool_calls.functions import Function
 from tests.server.grammar.walks import NESTED, RECURSIVE, texts
 
-FUNCTIONS = (Function("nested", None, NESTED, "a"), Function("tree", None, RECURSIVE, "b"), Function("none", None, None, "c"))
+FUNCTIONS = (
+    Function("nested", None, NESTED, "a"),
+    Function("tree", None, RECURSIVE, "b"),
+    Function("none", None, None, "c"),
+)
 SCHEMAS = {function.name: function.schema for function in FUNCTIONS}
 
 
@@ -46,7 +51,9 @@ def test_calls_follow_their_schemas(several: bool) -> None:
 
 def test_the_text_may_be_something_else_instead() -> None:
     other = GrammarSource("regex", "[ab]{3}", "structured_outputs.regex")
-    seen = {text[0] in "ab" for text, ended in texts(calls_source(True, other), count=40, max_tokens=200) if ended}
+    seen = {
+        text[0] in "ab" for text, ended in texts(calls_source(True, other), count=40, max_tokens=200) if ended
+    }
     assert seen == {True, False}
 
 
@@ -60,7 +67,8 @@ def test_arguments_are_objects_wherever_the_schema_says_so(parameters: dict[str,
 
 
 @pytest.mark.parametrize(
-    "schema", [{"type": "object", "properties": {"a": {"type": "string", "format": "odd"}, "b": {"not": {}}}}, {}]
+    "schema",
+    [{"type": "object", "properties": {"a": {"type": "string", "format": "odd"}, "b": {"not": {}}}}, {}],
 )
 def test_what_cannot_be_enforced_is_still_a_schema(schema: dict[str, Any]) -> None:
     check_schema(schema)

@@ -1,4 +1,5 @@
-"""What each kind of constraint lets through: every walk that ends is a text of the grammar, and walks reach all of it."""
+"""What each kind of constraint lets through: every walk that ends is a text of the grammar, and walks reach
+all of it."""
 
 import json
 import re
@@ -37,12 +38,29 @@ def test_any_object_is_json_as_far_as_it_got() -> None:
 
 
 def test_a_schema_cannot_bring_blanks_back() -> None:
-    schema = {"x-guidance": {"whitespace_flexible": True, "whitespace_pattern": "[ ]+"}, "type": "array", "items": {"const": 1}}
+    schema = {
+        "x-guidance": {"whitespace_flexible": True, "whitespace_pattern": "[ ]+"},
+        "type": "array",
+        "items": {"const": 1},
+    }
     assert all(" " not in text for text, _ in texts(source("json", schema)))
 
 
 @pytest.mark.parametrize(
-    "regex", ["[0-9]{5}", "^[0-9]{5}$", "(ab|cd)+", r"a\$", r"\d\d-\w", "colou?r", "x/y", "é€日", "▁x", '"quoted"', r"a\\"]
+    "regex",
+    [
+        "[0-9]{5}",
+        "^[0-9]{5}$",
+        "(ab|cd)+",
+        r"a\$",
+        r"\d\d-\w",
+        "colou?r",
+        "x/y",
+        "é€日",
+        "▁x",
+        '"quoted"',
+        r"a\\",
+    ],
 )
 def test_a_regular_expression_matches_the_whole_text(regex: str) -> None:
     found = [text for text, ended in texts(source("regex", regex)) if ended]
@@ -62,7 +80,11 @@ def test_a_regular_expression_matches_the_whole_text(regex: str) -> None:
     ids=lambda choices: choices[0],
 )
 def test_exactly_the_choices_come_out(choices: list[str]) -> None:
-    found = [text for text, ended in texts(source("choice", choices), count=60 if len(choices) < 100 else 5) if ended]
+    found = [
+        text
+        for text, ended in texts(source("choice", choices), count=60 if len(choices) < 100 else 5)
+        if ended
+    ]
     assert set(found) <= set(choices)
     assert len(choices) > 8 or set(found) == set(choices)
 
@@ -80,7 +102,7 @@ def test_a_grammar_in_both_notations(grammar: str) -> None:
         assert text == "a(" * depth + "ab" + ")" * depth
 
 
-# -- where a text ends ---------------------------------------------------------------------------------------------------------
+# -- where a text ends ---------------------------------------------------------------------------------------
 
 
 def mask_after(kind: str, value: object, text: str, ends: frozenset[int] = ENDS) -> list[int] | None:
@@ -98,7 +120,10 @@ def mask_after(kind: str, value: object, text: str, ends: frozenset[int] = ENDS)
 
 
 def test_end_tokens_come_only_where_the_grammar_may_end() -> None:
-    before, after = mask_after("choice", ["yes", "yesterday"], "ye"), mask_after("choice", ["yes", "yesterday"], "yes")
+    before, after = (
+        mask_after("choice", ["yes", "yesterday"], "ye"),
+        mask_after("choice", ["yes", "yesterday"], "yes"),
+    )
     assert before is not None
     assert after is not None
     assert not ENDS & set(before)
@@ -138,7 +163,7 @@ def test_no_control_token_is_text() -> None:
     assert FIRST_BYTE + ord("<") in allowed(mask)
 
 
-# -- states and vocabularies ---------------------------------------------------------------------------------------------------
+# -- states and vocabularies ---------------------------------------------------------------------------------
 
 
 def test_states_of_one_grammar_are_their_own() -> None:
@@ -168,14 +193,25 @@ def test_schemas_of_clients_compile() -> None:
     """As pydantic writes them: titles, defaults, discriminated unions, formats."""
     schema: dict[str, Any] = {
         "$defs": {
-            "Cat": {"properties": {"kind": {"const": "cat", "type": "string"}}, "required": ["kind"], "type": "object"},
-            "Dog": {"properties": {"kind": {"const": "dog", "type": "string"}}, "required": ["kind"], "type": "object"},
+            "Cat": {
+                "properties": {"kind": {"const": "cat", "type": "string"}},
+                "required": ["kind"],
+                "type": "object",
+            },
+            "Dog": {
+                "properties": {"kind": {"const": "dog", "type": "string"}},
+                "required": ["kind"],
+                "type": "object",
+            },
         },
         "title": "Pet",
         "type": "object",
         "properties": {
             "pet": {
-                "discriminator": {"propertyName": "kind", "mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"}},
+                "discriminator": {
+                    "propertyName": "kind",
+                    "mapping": {"cat": "#/$defs/Cat", "dog": "#/$defs/Dog"},
+                },
                 "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
             },
             "born": {"type": "string", "format": "date", "title": "Born"},

@@ -18,7 +18,10 @@ NESTED = {
         "name": {"type": "string", "maxLength": 12},
         "place": {
             "type": "object",
-            "properties": {"city": {"enum": ["Paris", "Rome"]}, "zip": {"type": "string", "pattern": "^[0-9]{5}$"}},
+            "properties": {
+                "city": {"enum": ["Paris", "Rome"]},
+                "zip": {"type": "string", "pattern": "^[0-9]{5}$"},
+            },
             "required": ["city", "zip"],
             "additionalProperties": False,
         },
@@ -26,11 +29,21 @@ NESTED = {
     "required": ["name", "place"],
     "additionalProperties": False,
 }
-ARRAY = {"type": "array", "items": {"type": "integer", "minimum": -9, "maximum": 99}, "minItems": 1, "maxItems": 4}
+ARRAY = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": -9, "maximum": 99},
+    "minItems": 1,
+    "maxItems": 4,
+}
 ENUM = {"enum": ["red", "green", 7, None, True]}
 UNION = {
     "anyOf": [
-        {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False},
+        {
+            "type": "object",
+            "properties": {"a": {"type": "boolean"}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
         {"type": "array", "items": {"type": "null"}, "maxItems": 3},
         {"const": "neither"},
     ]
@@ -39,7 +52,10 @@ RECURSIVE = {
     "$defs": {
         "node": {
             "type": "object",
-            "properties": {"value": {"enum": [0, 1]}, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+            "properties": {
+                "value": {"enum": [0, 1]},
+                "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+            },
             "required": ["value", "next"],
             "additionalProperties": False,
         }
@@ -53,7 +69,9 @@ def allowed(mask: bytes) -> list[int]:
     return [token_id for token_id in range(8 * len(mask)) if mask[token_id >> 3] >> (token_id & 7) & 1]
 
 
-def walk(state: GrammarState, ends: frozenset[int], seed: int, max_tokens: int = 400) -> tuple[list[int], bool]:
+def walk(
+    state: GrammarState, ends: frozenset[int], seed: int, max_tokens: int = 400
+) -> tuple[list[int], bool]:
     """(tokens, whether the grammar ended) of one walk."""
     choose = random.Random(seed)
     tokens: list[int] = []
@@ -87,4 +105,6 @@ def source(kind: str, value: object) -> GrammarSource:
 
 def is_compact(text: str) -> bool:
     """No blank outside strings."""
-    return json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False).count(" ") == text.count(" ")
+    return json.dumps(json.loads(text), separators=(",", ":"), ensure_ascii=False).count(" ") == text.count(
+        " "
+    )

@@ -22,7 +22,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def record(level: int = logging.INFO, text: str = "took %d s", *values: object, **extra: Any) -> logging.LogRecord:
+def record(
+    level: int = logging.INFO, text: str = "took %d s", *values: object, **extra: Any
+) -> logging.LogRecord:
     return logging.getLogger("gemserve.x").makeRecord(
         "gemserve.x", level, __file__, 1, text, values or (3,), extra.pop("exc_info", None), extra=extra
     )
@@ -46,7 +48,13 @@ def test_json_is_one_object_per_line_with_fields_of_their_own() -> None:
     entry = json.loads(line)
     timestamp = entry.pop("timestamp")
     assert timestamp.endswith("Z")
-    assert entry == {"level": "info", "logger": "gemserve.x", "message": "took 3 s", "outcome": "stop", "prompt_tokens": 5}
+    assert entry == {
+        "level": "info",
+        "logger": "gemserve.x",
+        "message": "took 3 s",
+        "outcome": "stop",
+        "prompt_tokens": 5,
+    }
     try:
         raise ValueError("two\nlines é")
     except ValueError as error:
@@ -90,7 +98,9 @@ class Owner:
         return cast(AsyncEngine, self.fake)
 
 
-def test_statistics_are_logged_while_there_is_work_and_not_otherwise(caplog: pytest.LogCaptureFixture) -> None:
+def test_statistics_are_logged_while_there_is_work_and_not_otherwise(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO, "gemserve.stats")
     owner, metrics = Owner(), Metrics(Settings())
 

@@ -1,4 +1,5 @@
-"""Settings: precedence of the sources, values of every kind, and errors that name where the wrong value stands."""
+"""Settings: precedence of the sources, values of every kind, and errors that name where the wrong value
+stands."""
 
 import argparse
 import dataclasses
@@ -37,7 +38,15 @@ def test_flags_win_over_variables_over_the_file_over_defaults(tmp_path: Path) ->
 
 def test_every_kind_of_value_reads_the_same_from_flags_and_variables() -> None:
     flags = parse(
-        "model.gguf", "--kv-cache-memory", "1.5GiB", "--no-prefix-caching", "--api-key", "a", "b", "--shutdown-timeout", "2.5"
+        "model.gguf",
+        "--kv-cache-memory",
+        "1.5GiB",
+        "--no-prefix-caching",
+        "--api-key",
+        "a",
+        "b",
+        "--shutdown-timeout",
+        "2.5",
     )
     environ = {
         "GEMSERVE_MODEL": "model.gguf",
@@ -65,7 +74,15 @@ def test_buckets_read_the_same_from_every_source(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("2GiB", 2 << 30), ("512MiB", 512 << 20), ("2GB", 2_000_000_000), ("1g", 1 << 30), ("4096", 4096), (7, 7), ("3 k", 3072)],
+    [
+        ("2GiB", 2 << 30),
+        ("512MiB", 512 << 20),
+        ("2GB", 2_000_000_000),
+        ("1g", 1 << 30),
+        ("4096", 4096),
+        (7, 7),
+        ("3 k", 3072),
+    ],
 )
 def test_sizes(text: object, size: int) -> None:
     assert parse_size(text) == size
@@ -82,8 +99,16 @@ def test_wrong_sizes_are_refused(text: object) -> None:
     [
         (["--port", "x"], {}, "--port: expected an integer"),
         ([], {"GEMSERVE_PORT": "70000"}, "GEMSERVE_PORT: expected an integer from 0 to 65535"),
-        ([], {"GEMSERVE_PORT": "tcp://10.0.0.1:8000"}, "for a service named gemserve; set enableServiceLinks"),
-        ([], {"GEMSERVE_METRICS_PORT": "tcp://10.0.0.1:9100"}, "for a service named gemserve-metrics; set enableServiceLinks"),
+        (
+            [],
+            {"GEMSERVE_PORT": "tcp://10.0.0.1:8000"},
+            "for a service named gemserve; set enableServiceLinks",
+        ),
+        (
+            [],
+            {"GEMSERVE_METRICS_PORT": "tcp://10.0.0.1:9100"},
+            "for a service named gemserve-metrics; set enableServiceLinks",
+        ),
         ([], {"GEMSERVE_PREFIX_CACHING": "maybe"}, "GEMSERVE_PREFIX_CACHING: expected true or false"),
         ([], {"GEMSERVE_API_KEY": " , "}, "GEMSERVE_API_KEY: expected texts separated by commas"),
         (["--dtype", "float16"], {}, "--dtype: 'float16' is not supported: Gemma 3 overflows"),
@@ -96,9 +121,21 @@ def test_wrong_sizes_are_refused(text: object) -> None:
             "--max-num-batched-tokens 8 is less than --max-num-seqs 9",
         ),
         (["--chat-template", "/does/not/exist"], {}, "--chat-template: there is no file /does/not/exist"),
-        (["--time-to-first-token-buckets", "1", "1"], {}, "--time-to-first-token-buckets: expected ascending numbers above 0"),
-        ([], {"GEMSERVE_REQUEST_PHASE_BUCKETS": "0,1"}, "GEMSERVE_REQUEST_PHASE_BUCKETS: expected ascending numbers above 0"),
-        (["--otlp-endpoint", "localhost:4317"], {}, "--otlp-endpoint: expected an address such as http://localhost:4318"),
+        (
+            ["--time-to-first-token-buckets", "1", "1"],
+            {},
+            "--time-to-first-token-buckets: expected ascending numbers above 0",
+        ),
+        (
+            [],
+            {"GEMSERVE_REQUEST_PHASE_BUCKETS": "0,1"},
+            "GEMSERVE_REQUEST_PHASE_BUCKETS: expected ascending numbers above 0",
+        ),
+        (
+            ["--otlp-endpoint", "localhost:4317"],
+            {},
+            "--otlp-endpoint: expected an address such as http://localhost:4318",
+        ),
         (["--metrics-port", "70000"], {}, "--metrics-port: expected an integer from 0 to 65535"),
         (["--metrics-compat", "tgi"], {}, "--metrics-compat: expected one of none, vllm"),
         (["--config", "/does/not/exist"], {}, "--config /does/not/exist: No such file"),
@@ -134,9 +171,16 @@ def test_the_default_number_of_sequences_follows_a_small_token_budget() -> None:
 
 
 def test_unknown_variables_are_told_apart_from_service_links() -> None:
-    environ = {"GEMSERVE_MAX_SEQS": "1", "GEMSERVE_SERVICE_HOST": "10.0.0.1", "GEMSERVE_PORT_8000_TCP": "x", "GEMSERVE_HOST": "h"}
+    environ = {
+        "GEMSERVE_MAX_SEQS": "1",
+        "GEMSERVE_SERVICE_HOST": "10.0.0.1",
+        "GEMSERVE_PORT_8000_TCP": "x",
+        "GEMSERVE_HOST": "h",
+    }
     environ |= {"GEMSERVE_METRICS_SERVICE_PORT": "9100", "GEMSERVE_COMMIT": "abc1234"}
-    assert unknown_variables(environ) == ["the variable GEMSERVE_MAX_SEQS is not a setting; did you mean GEMSERVE_MAX_NUM_SEQS?"]
+    assert unknown_variables(environ) == [
+        "the variable GEMSERVE_MAX_SEQS is not a setting; did you mean GEMSERVE_MAX_NUM_SEQS?"
+    ]
 
 
 def test_defaults_are_valid_and_every_field_has_a_flag() -> None:

@@ -1,5 +1,5 @@
-"""Tokenizers for the tests of server.text: the small one for logic, the one rebuilt from the default model's file for
-the published ids."""
+"""Tokenizers for the tests of server.text: the small one for logic, the one rebuilt from the default model's
+file for the published ids."""
 
 import pytest
 import tokenizers

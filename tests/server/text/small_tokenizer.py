@@ -1,5 +1,5 @@
-"""A tokenizer with the anatomy of Gemma's (byte fallback, spaces as marks, control and text added tokens) in a few
-hundred entries, so that tests of pure logic take milliseconds."""
+"""A tokenizer with the anatomy of Gemma's (byte fallback, spaces as marks, control and text added tokens) in
+a few hundred entries, so that tests of pure logic take milliseconds."""
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
@@ -33,9 +33,15 @@ def build_library_tokenizer() -> tokenizers.Tokenizer:
     model = models.BPE(vocab=vocabulary, merges=MERGES, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in CONTROL if token not in NOT_FLAGGED_SPECIAL])
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in [*TEXT_ADDED, *NOT_FLAGGED_SPECIAL]])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False) for token in CONTROL if token not in NOT_FLAGGED_SPECIAL]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(token, normalized=False) for token in [*TEXT_ADDED, *NOT_FLAGGED_SPECIAL]]
+    )
     return tokenizer
 
 

@@ -35,7 +35,11 @@ def collect(detokenizer: Detokenizer, parts: list[list[int]]) -> str:
 
 @given(
     ids=st.lists(
-        st.one_of(st.integers(0, LIBRARY.get_vocab_size() - 1), st.sampled_from(EURO), st.integers(EURO[0] - 100, EURO[0] + 10)),
+        st.one_of(
+            st.integers(0, LIBRARY.get_vocab_size() - 1),
+            st.sampled_from(EURO),
+            st.integers(EURO[0] - 100, EURO[0] + 10),
+        ),
         max_size=24,
     ),
     skip_special_tokens=st.booleans(),
@@ -84,7 +88,9 @@ def test_ids_the_tokenizer_does_not_know_stand_for_no_text() -> None:
 
 
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
-def test_2000_random_sequences_of_the_real_vocabulary(gemma: Tokenizer, gemma_file: str, skip_special_tokens: bool) -> None:
+def test_2000_random_sequences_of_the_real_vocabulary(
+    gemma: Tokenizer, gemma_file: str, skip_special_tokens: bool
+) -> None:
     library = tokenizers.Tokenizer.from_file(gemma_file)
     rng = random.Random(25)
     for _ in range(1000):
@@ -93,7 +99,9 @@ def test_2000_random_sequences_of_the_real_vocabulary(gemma: Tokenizer, gemma_fi
             for _ in range(rng.randint(1, 24))
         ]
         expected = library.decode(ids, skip_special_tokens=skip_special_tokens)
-        assert collect(Detokenizer(gemma, skip_special_tokens=skip_special_tokens), split(ids, rng)) == expected
+        assert (
+            collect(Detokenizer(gemma, skip_special_tokens=skip_special_tokens), split(ids, rng)) == expected
+        )
 
 
 def test_a_rare_character_repeated_streams_without_replacement_characters(gemma: Tokenizer) -> None:

@@ -1,4 +1,5 @@
-"""The lower bound of a prompt's length: never above the true length, and no claim about tokenizers that may shorten text."""
+"""The lower bound of a prompt's length: never above the true length, and no claim about tokenizers that may
+shorten text."""
 
 from collections.abc import Callable
 
@@ -71,11 +72,15 @@ def set_pre_tokenizer(pre_tokenizer: object) -> Callable[[tokenizers.Tokenizer],
         lambda library: library.add_tokens([AddedToken("~", lstrip=True)]),
         lambda library: setattr(library.model, "byte_fallback", False),
         lambda library: setattr(
-            library, "model", models.BPE(vocab=library.get_vocab(), merges=[], unk_token="<unk>", fuse_unk=True)
+            library,
+            "model",
+            models.BPE(vocab=library.get_vocab(), merges=[], unk_token="<unk>", fuse_unk=True),
         ),
     ],
 )
-def test_nothing_is_claimed_where_text_may_be_dropped_or_joined(change: Callable[[tokenizers.Tokenizer], object]) -> None:
+def test_nothing_is_claimed_where_text_may_be_dropped_or_joined(
+    change: Callable[[tokenizers.Tokenizer], object],
+) -> None:
     assert changed(change).least_num_tokens("a" * 10_000) == 1
 
 

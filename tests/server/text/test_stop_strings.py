@@ -1,5 +1,5 @@
-"""Stop strings: found on decoded text wherever the token borders are; nothing of a stop string leaks, everything
-before it is delivered, and no more than needed is held back."""
+"""Stop strings: found on decoded text wherever the token borders are; nothing of a stop string leaks,
+everything before it is delivered, and no more than needed is held back."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -20,7 +20,8 @@ class TextTable:
 
 
 def decode(entries: list[str | int]) -> tuple[str, list[int]]:
-    """The published decoding, written independently: the text, and for every character the number of its last token."""
+    """The published decoding, written independently: the text, and for every character the number of its last
+    token."""
     text = ""
     owners: list[int] = []
     position = 0
@@ -78,7 +79,9 @@ def test_streamed_text_is_the_decoded_text_cut_at_the_first_stop(
     entries: list[str | int], stops: list[str], cuts: set[int], include_stop: bool, min_tokens: int
 ) -> None:
     expected, stop, token_number = cut(*decode(entries), stops, include_stop, min_tokens)
-    detokenizer = Detokenizer(TextTable(entries), stop=stops, include_stop=include_stop, min_tokens=min_tokens)
+    detokenizer = Detokenizer(
+        TextTable(entries), stop=stops, include_stop=include_stop, min_tokens=min_tokens
+    )
     borders = [0, *sorted(c for c in cuts if c < len(entries)), len(entries)]
     shown = ""
     for start, end in pairwise(borders):
@@ -90,7 +93,10 @@ def test_streamed_text_is_the_decoded_text_cut_at_the_first_stop(
     assert detokenizer.consumed_tokens == (len(entries) if token_number is None else token_number)
 
 
-@given(text=st.text("abc", max_size=16), stops=st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=3))
+@given(
+    text=st.text("abc", max_size=16),
+    stops=st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=3),
+)
 def test_only_the_longest_beginning_of_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
     detokenizer = Detokenizer(TextTable(list(text)), stop=stops)
     shown = ""

@@ -1,4 +1,5 @@
-"""Encoding: exactly one BOS, control tokens only where they are meant, and no state that calls could share."""
+"""Encoding: exactly one BOS, control tokens only where they are meant, and no state that calls could
+share."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +16,12 @@ from tests.server.text.small_tokenizer import token_id as id_of
 
 
 @pytest.mark.parametrize(
-    ("text", "rest"), [("Hello", "Hello"), ("<bos>Hello", "Hello"), ("<bos><bos>Hello", "Hello"), ("", ""), ("<bos>", "")]
+    ("text", "rest"),
+    [("Hello", "Hello"), ("<bos>Hello", "Hello"), ("<bos><bos>Hello", "Hello"), ("", ""), ("<bos>", "")],
 )
-def test_raw_text_gets_exactly_one_leading_bos(tokenizer: Tokenizer, library: tokenizers.Tokenizer, text: str, rest: str) -> None:
+def test_raw_text_gets_exactly_one_leading_bos(
+    tokenizer: Tokenizer, library: tokenizers.Tokenizer, text: str, rest: str
+) -> None:
     assert tokenizer.encode(text) == [2, *library.encode(rest).ids]
 
 
@@ -60,7 +64,9 @@ def test_text_tokens_such_as_blank_lines_and_tags_are_matched_in_plain_encoding(
 
 def test_a_lone_surrogate_becomes_the_replacement_character(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode("a\ud800b") == tokenizer.encode("a\ufffdb")
-    assert tokenizer.encode_chat([ChatMessage("user", "\udfff")]) == tokenizer.encode_chat([ChatMessage("user", "\ufffd")])
+    assert tokenizer.encode_chat([ChatMessage("user", "\udfff")]) == tokenizer.encode_chat(
+        [ChatMessage("user", "\ufffd")]
+    )
 
 
 def test_bytes_and_text_of_single_tokens(tokenizer: Tokenizer, library: tokenizers.Tokenizer) -> None:
@@ -74,13 +80,18 @@ def test_bytes_and_text_of_single_tokens(tokenizer: Tokenizer, library: tokenize
 
 def test_joined_token_bytes_are_the_text(tokenizer: Tokenizer) -> None:
     text = "Hello in a 世界 🙂\n\n é"
-    assert b"".join(tokenizer.token_bytes(token_id) for token_id in tokenizer.encode_plain(text)) == text.encode()
+    assert (
+        b"".join(tokenizer.token_bytes(token_id) for token_id in tokenizer.encode_plain(text))
+        == text.encode()
+    )
 
 
 def test_64_threads_get_what_one_thread_gets(tokenizer: Tokenizer) -> None:
     rng = random.Random(71)
     texts = ["".join(rng.choices("ab l in\n<eos> Hello 世", k=rng.choice([3, 40, 400]))) for _ in range(50)]
-    expected = {text: (tokenizer.encode(text), tokenizer.encode_chat([ChatMessage("user", text)])) for text in texts}
+    expected = {
+        text: (tokenizer.encode(text), tokenizer.encode_chat([ChatMessage("user", text)])) for text in texts
+    }
 
     def call(index: int) -> bool:
         text = texts[index % len(texts)]

@@ -1,9 +1,11 @@
-"""Paged attention: one loop over a tile's keys, entered by decodes with their context split and by prefill chunks.
+"""Paged attention: one loop over a tile's keys, entered by decodes with their context split and by prefill
+chunks.
 
-A tile is some consecutive queries of one sequence times the query heads of one KV head, so that keys and values are read once for
-the whole group and products run on tensor cores. Keys are taken TILE_KEYS positions at a time through the block table, from the
-first position that a query of the tile sees to the last; nothing else is read, and what a load skips counts as zero. Scores,
-softmax and sums are float32 (online softmax: Milakov and Gimelshein 2018; splits and their reduction: flash-decoding).
+A tile is some consecutive queries of one sequence times the query heads of one KV head, so that keys and
+values are read once for the whole group and products run on tensor cores. Keys are taken TILE_KEYS positions
+at a time through the block table, from the first position that a query of the tile sees to the last; nothing
+else is read, and what a load skips counts as zero. Scores, softmax and sums are float32 (online softmax:
+Milakov and Gimelshein 2018; splits and their reduction: flash-decoding).
 """
 
 import triton
@@ -37,7 +39,8 @@ def _attend(
     TILE_KEYS: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
 ):
-    """(sums of weighted values [M, D], largest score [M], sum of weights [M]) over the keys of tiles first_tile : last_tile."""
+    """(sums of weighted values [M, D], largest score [M], sum of weights [M]) over the keys of tiles
+    first_tile : last_tile."""
     dims = tl.arange(0, DIM_BLOCK)
     sums = tl.zeros([TILE_ROWS, DIM_BLOCK], dtype=tl.float32)
     largest = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
@@ -57,7 +60,9 @@ def _attend(
             seen = seen & (distance < WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-        base = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # a row that has seen nothing yet stays at zero
+        base = tl.where(
+            new_largest == float("-inf"), 0.0, new_largest
+        )  # a row that has seen nothing yet stays at zero
         weights = tl.exp2((scores - base[:, None]) * LOG2_E)
         shrink = tl.exp2((largest - base) * LOG2_E)
         total = total * shrink + tl.sum(weights, axis=1)
@@ -149,8 +154,11 @@ def decode_kernel(
 
 
 @triton.jit
-def _splits(context, WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, TILE_KEYS: tl.constexpr):
-    """(first visible key, its tile, number of tiles, tiles of each split) of a decode. The writers of parts and their reader."""
+def _splits(
+    context, WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, TILE_KEYS: tl.constexpr
+):
+    """(first visible key, its tile, number of tiles, tiles of each split) of a decode. The writers of parts
+    and their reader."""
     first_key = context * 0
     if WINDOW > 0:
         first_key = tl.maximum(context - WINDOW, 0)
@@ -235,10 +243,12 @@ def prefill_kernel(
     TILE_KEYS: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
 ):
-    """TILE_QUERIES queries of one sequence with several, and one KV head. Row r of the tile is query r // GROUP, head r % GROUP.
+    """TILE_QUERIES queries of one sequence with several, and one KV head. Row r of the tile is query r //
+    GROUP, head r % GROUP.
 
-    Sequence i has the tiles from query_start[i] // TILE_QUERIES + i on: these starts ascend, and leave enough for each. So the
-    number of programs follows from the numbers of tokens and sequences alone, and no plan is made on the host.
+    Sequence i has the tiles from query_start[i] // TILE_QUERIES + i on: these starts ascend, and leave enough
+    for each. So the number of programs follows from the numbers of tokens and sequences alone, and no plan is
+    made on the host.
     """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     low, high = num_seqs * 0, num_seqs - 1
@@ -266,7 +276,9 @@ def prefill_kernel(
     heads = kv_head * GROUP + rows % GROUP
     real = (rows < TILE_QUERIES * GROUP) & (queries < num_queries)
     wanted = real[:, None] & (dims < HEAD_DIM)[None, :]
-    places = ((start + queries).to(tl.int64) * (NUM_HEADS * HEAD_DIM) + heads * HEAD_DIM)[:, None] + dims[None, :]
+    places = ((start + queries).to(tl.int64) * (NUM_HEADS * HEAD_DIM) + heads * HEAD_DIM)[:, None] + dims[
+        None, :
+    ]
     sums, _, total = _attend(
         tl.load(query + places, mask=wanted, other=0.0),
         position + rows // GROUP,

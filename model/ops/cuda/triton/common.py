@@ -1,8 +1,9 @@
-"""What the kernels share: rounding and products that mean the same on a device and under Triton's interpreter.
+"""What the kernels share: rounding and products that mean the same on a device and under Triton's
+interpreter.
 
-The interpreter (TRITON_INTERPRET=1, read when the kernels are imported) runs kernels on the CPU with numpy, which has no
-bfloat16: it truncates where a device rounds, and multiplies the bit patterns of bfloat16 operands. Both are stated here in terms
-that it does right.
+The interpreter (TRITON_INTERPRET=1, read when the kernels are imported) runs kernels on the CPU with numpy,
+which has no bfloat16: it truncates where a device rounds, and multiplies the bit patterns of bfloat16
+operands. Both are stated here in terms that it does right.
 """
 
 import triton
@@ -35,8 +36,8 @@ def product(a, b, accumulator):
 def weighted_sum(weights, values, accumulator):
     """accumulator + weights @ values for float32 weights in [0, 1]; with bfloat16 values on tensor cores.
 
-    A weight goes in as the sum of two bfloat16 numbers, which leaves it 16 bits: rounded to one, every weight would be off by up
-    to 2^-9, and the sum no longer be one of float32.
+    A weight goes in as the sum of two bfloat16 numbers, which leaves it 16 bits: rounded to one, every weight
+    would be off by up to 2^-9, and the sum no longer be one of float32.
     """
     if INTERPRETED or values.dtype == tl.float32:
         return tl.dot(weights, values.to(tl.float32), accumulator, input_precision="ieee")

@@ -1,9 +1,18 @@
-"""Kernels that follow the radix search of ``selection.py``: list the candidates found, or draw among the tokens kept."""
+"""Kernels that follow the radix search of ``selection.py``: list the candidates found, or draw among the
+tokens kept."""
 
 import triton
 import triton.language as tl
 
-from model.ops.cuda.triton.selection import LAST_PASS, _row_maximum, logit_of, mass, ordered, search_state, weight
+from model.ops.cuda.triton.selection import (
+    LAST_PASS,
+    _row_maximum,
+    logit_of,
+    mass,
+    ordered,
+    search_state,
+    weight,
+)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -22,7 +31,9 @@ def count_candidates_kernel(
     BLOCK: tl.constexpr,
 ):
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    border, _, _ = search_state(states, bins, row, num_rows, LAST_PASS, temperature, False, NUM_BLOCKS, BLOCKS)
+    border, _, _ = search_state(
+        states, bins, row, num_rows, LAST_PASS, temperature, False, NUM_BLOCKS, BLOCKS
+    )
     ids = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * size + ids, mask=ids < size, other=float("-inf"))
     key = tl.where(ids < size, ordered(x), -1)
@@ -52,7 +63,9 @@ def list_candidates_kernel(
 ):
     """The kept tokens of one block, to their places in order of id."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    border, above, target = search_state(states, bins, row, num_rows, LAST_PASS, sums, False, NUM_BLOCKS, BLOCKS)
+    border, above, target = search_state(
+        states, bins, row, num_rows, LAST_PASS, sums, False, NUM_BLOCKS, BLOCKS
+    )
     num_ties = (target - above).to(tl.int32)  # tokens at the border that are kept: those with the lowest ids
     blocks = tl.arange(0, BLOCKS)
     earlier = blocks < block
@@ -79,10 +92,13 @@ def _border(
     states, bins, row, num_rows, largest, temperature, top_p, min_p, MASS_SCALE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """(border, mass of a token at it, number of those that are kept): top_p keeps all tokens above the border."""
+    """(border, mass of a token at it, number of those that are kept): top_p keeps all tokens above the
+    border."""
     border, num_kept, each = row * 0 - 1, row * 0, row * 0
     if tl.load(top_p + row) < 1.0:
-        border, above, target = search_state(states, bins, row, num_rows, LAST_PASS, top_p, True, NUM_BLOCKS, BLOCKS)
+        border, above, target = search_state(
+            states, bins, row, num_rows, LAST_PASS, top_p, True, NUM_BLOCKS, BLOCKS
+        )
         relative = weight(logit_of(border), largest, temperature)
         each = mass(relative, MASS_SCALE)
         num_kept = tl.where(relative < min_p, 0, tl.cdiv(target - above, tl.maximum(each, 1)))
@@ -107,8 +123,14 @@ def measure_kernel(
     BLOCK: tl.constexpr,
 ):
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    largest, warmth, least = _row_maximum(maxima, row, NUM_BLOCKS, BLOCKS), tl.load(temperature + row), tl.load(min_p + row)
-    border, _, _ = _border(states, bins, row, num_rows, largest, warmth, top_p, least, MASS_SCALE, NUM_BLOCKS, BLOCKS)
+    largest, warmth, least = (
+        _row_maximum(maxima, row, NUM_BLOCKS, BLOCKS),
+        tl.load(temperature + row),
+        tl.load(min_p + row),
+    )
+    border, _, _ = _border(
+        states, bins, row, num_rows, largest, warmth, top_p, least, MASS_SCALE, NUM_BLOCKS, BLOCKS
+    )
     ids = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * size + ids, mask=ids < size, other=float("-inf"))
     key = tl.where(ids < size, ordered(x), -2)
@@ -138,10 +160,17 @@ def draw_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The first token, in order of id, with which the mass of the kept ones exceeds uniform times the whole of it."""
+    """The first token, in order of id, with which the mass of the kept ones exceeds uniform times the whole
+    of it."""
     row = tl.program_id(0).to(tl.int64)
-    largest, warmth, least = _row_maximum(maxima, row, NUM_BLOCKS, BLOCKS), tl.load(temperature + row), tl.load(min_p + row)
-    border, each, num_kept = _border(states, bins, row, num_rows, largest, warmth, top_p, least, MASS_SCALE, NUM_BLOCKS, BLOCKS)
+    largest, warmth, least = (
+        _row_maximum(maxima, row, NUM_BLOCKS, BLOCKS),
+        tl.load(temperature + row),
+        tl.load(min_p + row),
+    )
+    border, each, num_kept = _border(
+        states, bins, row, num_rows, largest, warmth, top_p, least, MASS_SCALE, NUM_BLOCKS, BLOCKS
+    )
     blocks = tl.arange(0, BLOCKS)
     places = masses + (row * NUM_BLOCKS + blocks) * 2
     above = tl.load(places, mask=blocks < NUM_BLOCKS, other=0)

@@ -1,4 +1,5 @@
-"""Norms, GeGLU, and the fused QK-norm, rotation and cache write. Each value is rounded to its tensor's type once."""
+"""Norms, GeGLU, and the fused QK-norm, rotation and cache write. Each value is rounded to its tensor's type
+once."""
 
 import torch
 import triton
@@ -23,11 +24,15 @@ def rms_norm_kernel(x, scale, output, eps, SIZE: tl.constexpr, BLOCK: tl.constex
     places = tl.program_id(0).to(tl.int64) * SIZE + columns
     wide = tl.load(x + places, mask=inside, other=0.0).to(tl.float32)
     factors = tl.load(scale + columns, mask=inside, other=0.0)
-    tl.store(output + places, rounded(_normed(wide, factors, SIZE, eps), output.dtype.element_ty), mask=inside)
+    tl.store(
+        output + places, rounded(_normed(wide, factors, SIZE, eps), output.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
-def norm_add_norm_kernel(branch, residual, post_scale, next_scale, output, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def norm_add_norm_kernel(
+    branch, residual, post_scale, next_scale, output, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     places = tl.program_id(0).to(tl.int64) * SIZE + columns
@@ -39,7 +44,11 @@ def norm_add_norm_kernel(branch, residual, post_scale, next_scale, output, eps, 
     stream_rounded = rounded(stream, kind)
     tl.store(residual + places, stream_rounded, mask=inside)
     factors = tl.load(next_scale + columns, mask=inside, other=0.0)
-    tl.store(output + places, rounded(_normed(stream_rounded.to(tl.float32), factors, SIZE, eps), kind), mask=inside)
+    tl.store(
+        output + places,
+        rounded(_normed(stream_rounded.to(tl.float32), factors, SIZE, eps), kind),
+        mask=inside,
+    )
 
 
 @triton.jit
@@ -56,7 +65,9 @@ def geglu_kernel(gate_up, output, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _norm_and_rotate(first, second, scale, cos, sin, halves, inside, eps, HEAD_DIM: tl.constexpr, kind: tl.constexpr):
+def _norm_and_rotate(
+    first, second, scale, cos, sin, halves, inside, eps, HEAD_DIM: tl.constexpr, kind: tl.constexpr
+):
     """Both halves [T, D / 2] of each token's head, normed and rotated."""
     first, second = first.to(tl.float32), second.to(tl.float32)
     squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
@@ -98,14 +109,20 @@ def qk_norm_rope_kernel(
     halves = tl.arange(0, HALF_BLOCK)
     half: tl.constexpr = HEAD_DIM // 2
     inside = (tokens < num_tokens)[:, None] & (halves < half)[None, :]
-    source = qkv + (tokens * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + head * HEAD_DIM)[:, None] + halves[None, :]
+    source = (
+        qkv
+        + (tokens * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + head * HEAD_DIM)[:, None]
+        + halves[None, :]
+    )
     first = tl.load(source, mask=inside, other=0.0)
     second = tl.load(source + half, mask=inside, other=0.0)
     cosines = cos + (tokens * half)[:, None] + halves[None, :]
     sines = sin + (tokens * half)[:, None] + halves[None, :]
     kind = query.dtype.element_ty
     if head < NUM_HEADS:
-        first, second = _norm_and_rotate(first, second, q_scale, cosines, sines, halves, inside, eps, HEAD_DIM, kind)
+        first, second = _norm_and_rotate(
+            first, second, q_scale, cosines, sines, halves, inside, eps, HEAD_DIM, kind
+        )
         target = query + (tokens * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM)[:, None] + halves[None, :]
         tl.store(target, first, mask=inside)
         tl.store(target + half, second, mask=inside)
@@ -113,7 +130,9 @@ def qk_norm_rope_kernel(
         slots = tl.load(slot_mapping + tokens, mask=tokens < num_tokens, other=-1)
         written = inside & (slots >= 0)[:, None]
         if head < NUM_HEADS + NUM_KV_HEADS:
-            first, second = _norm_and_rotate(first, second, k_scale, cosines, sines, halves, inside, eps, HEAD_DIM, kind)
+            first, second = _norm_and_rotate(
+                first, second, k_scale, cosines, sines, halves, inside, eps, HEAD_DIM, kind
+            )
             row = k_cache + slots // BLOCK_SIZE * k_block_stride + slots % BLOCK_SIZE * k_slot_stride
             target = (row + (head - NUM_HEADS) * HEAD_DIM)[:, None] + halves[None, :]
             tl.store(target, first, mask=written)
@@ -135,12 +154,18 @@ def rms_norm(x: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
     size = x.shape[-1]
     if x.numel():
         block = triton.next_power_of_2(size)
-        rms_norm_kernel[(x.numel() // size,)](x, scale, output, eps, SIZE=size, BLOCK=block, num_warps=_row_warps(block))
+        rms_norm_kernel[(x.numel() // size,)](
+            x, scale, output, eps, SIZE=size, BLOCK=block, num_warps=_row_warps(block)
+        )
     return output
 
 
 def norm_add_norm(
-    branch: torch.Tensor, residual: torch.Tensor, post_scale: torch.Tensor, next_scale: torch.Tensor, eps: float
+    branch: torch.Tensor,
+    residual: torch.Tensor,
+    post_scale: torch.Tensor,
+    next_scale: torch.Tensor,
+    eps: float,
 ) -> torch.Tensor:
     branch = branch.contiguous()
     assert residual.is_contiguous()
@@ -149,7 +174,15 @@ def norm_add_norm(
     if residual.numel():
         block = triton.next_power_of_2(size)
         norm_add_norm_kernel[(residual.numel() // size,)](
-            branch, residual, post_scale, next_scale, output, eps, SIZE=size, BLOCK=block, num_warps=_row_warps(block)
+            branch,
+            residual,
+            post_scale,
+            next_scale,
+            output,
+            eps,
+            SIZE=size,
+            BLOCK=block,
+            num_warps=_row_warps(block),
         )
     return output
 
@@ -159,7 +192,9 @@ def geglu(gate_up: torch.Tensor) -> torch.Tensor:
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     output = gate_up.new_empty((num_rows, size))
     if output.numel():
-        geglu_kernel[(num_rows, triton.cdiv(size, GEGLU_COLUMNS))](gate_up, output, SIZE=size, BLOCK=GEGLU_COLUMNS)
+        geglu_kernel[(num_rows, triton.cdiv(size, GEGLU_COLUMNS))](
+            gate_up, output, SIZE=size, BLOCK=GEGLU_COLUMNS
+        )
     return output
 
 

@@ -1,7 +1,9 @@
-"""Triton kernel of a linear layer with int8 weights: each is read once, as a byte, and widened on its way to the tensor cores.
+"""Triton kernel of a linear layer with int8 weights: each is read once, as a byte, and widened on its way to
+the tensor cores.
 
-For the few rows of a decode step, which is bound by reading weights. torch's own kernel (``_weight_int8pack_mm``) gives a
-thread to every output: it reads weights without coalescing and uses no tensor cores.
+For the few rows of a decode step, which is bound by reading weights. torch's own kernel
+(``_weight_int8pack_mm``) gives a thread to every output: it reads weights without coalescing and uses no
+tensor cores.
 """
 
 import torch
@@ -12,7 +14,10 @@ from model.ops.cuda.triton.common import product
 
 MAX_ROWS = 256  # more rows are bound by arithmetic: there a widened copy of the weight is multiplied faster
 COLUMNS = 64
-DEPTHS = {torch.float32: 64, torch.bfloat16: 128}  # of a tile: so that three fit into the shared memory of any card
+DEPTHS = {
+    torch.float32: 64,
+    torch.bfloat16: 128,
+}  # of a tile: so that three fit into the shared memory of any card
 MAX_SPLITS = 8
 
 
@@ -38,19 +43,28 @@ def int8_linear_kernel(
     for start in range(split * DEPTH, depth, SPLITS * DEPTH):
         place = start + tl.arange(0, DEPTH)
         has_place = place < depth
-        left = tl.load(x + row[:, None].to(tl.int64) * depth + place, mask=has_row[:, None] & has_place, other=0.0)
-        right = tl.load(weight + column[:, None].to(tl.int64) * depth + place, mask=has_column[:, None] & has_place, other=0)
+        left = tl.load(
+            x + row[:, None].to(tl.int64) * depth + place, mask=has_row[:, None] & has_place, other=0.0
+        )
+        right = tl.load(
+            weight + column[:, None].to(tl.int64) * depth + place,
+            mask=has_column[:, None] & has_place,
+            other=0,
+        )
         total = product(left, tl.trans(right.to(tl.float32).to(left.dtype)), total)
     total *= tl.load(scales + column, mask=has_column, other=0.0)
     to = output + (split * num_rows + row)[:, None].to(tl.int64) * num_columns + column
     tl.store(to, total, mask=has_row[:, None] & has_column)
 
 
-def int8_linear(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, num_processors: int) -> torch.Tensor:
-    """x [n, in_features] times (weight int8 [out_features, in_features] * scales float32 [out_features])', in x's dtype.
+def int8_linear(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, num_processors: int
+) -> torch.Tensor:
+    """x [n, in_features] times (weight int8 [out_features, in_features] * scales float32 [out_features])', in
+    x's dtype.
 
-    A layer with fewer columns than keep the device busy has its depth split, and the parts are added up in a fixed order.
-    Launches depend on shapes alone, so that a CUDA graph may hold them.
+    A layer with fewer columns than keep the device busy has its depth split, and the parts are added up in a
+    fixed order. Launches depend on shapes alone, so that a CUDA graph may hold them.
     """
     num_rows, depth = x.shape
     num_columns = weight.shape[0]

@@ -1,4 +1,5 @@
-"""Launches of the attention kernels: tile sizes by head size and type, splits by how much of the device the batch leaves idle."""
+"""Launches of the attention kernels: tile sizes by head size and type, splits by how much of the device the
+batch leaves idle."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +22,14 @@ class Device:
     """What launches are sized by."""
 
     num_processors: int
-    is_hopper: bool  # or Blackwell's data centre cards: 227 KiB of shared memory, matrix instructions of four warps and 64 rows
+    # or Blackwell's data centre cards: 227 KiB of shared memory, matrix instructions of four warps and 64
+    # rows
+    is_hopper: bool
 
     @classmethod
     def of(cls, properties: Any) -> "Device":
-        """From torch's description. Blackwell's consumer cards, 12.x, are newer but have the 99 KiB of Ampere's."""
+        """From torch's description. Blackwell's consumer cards, 12.x, are newer but have the 99 KiB of
+        Ampere's."""
         return cls(properties.multi_processor_count, 9 <= properties.major < 12)
 
 
@@ -36,12 +40,13 @@ class Tiles:
     keys: int
     prefill_rows: int
     prefill_warps: int
-    num_stages: int  # three: while a tile is worked on, the next one's memory is read, and the block ids of the one after
+    # three: while a tile is worked on, the next one's memory is read, and the block ids of the one after
+    num_stages: int
 
 
 def choose_tiles(head_dim: int, dtype: torch.dtype, device: Device) -> Tiles:
-    # float32 products run on plain arithmetic units, which keep their operands in registers. The interpreter takes as long for a
-    # small tile as for a large one.
+    # float32 products run on plain arithmetic units, which keep their operands in registers. The interpreter
+    # takes as long for a small tile as for a large one.
     if dtype == torch.float32 and not INTERPRETED:
         return Tiles(keys=16, prefill_rows=16, prefill_warps=4, num_stages=1)
     if device.is_hopper:

@@ -46,7 +46,9 @@ def survey(logits: torch.Tensor) -> Rows:
     maxima = logits.new_empty((num_rows, num_blocks))
     places = torch.empty((num_rows, num_blocks), dtype=torch.int32, device=logits.device)
     rows = Rows(logits, num_blocks, maxima, places, torch.empty_like(places))
-    selection.survey_kernel[rows.grid](logits, maxima, places, rows.not_finite, size, NUM_BLOCKS=num_blocks, BLOCK=BLOCK)
+    selection.survey_kernel[rows.grid](
+        logits, maxima, places, rows.not_finite, size, NUM_BLOCKS=num_blocks, BLOCK=BLOCK
+    )
     return rows
 
 
@@ -70,13 +72,20 @@ def finite_and_likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return is_finite.bool(), likeliest
 
 
-def _search(rows: Rows, temperature: torch.Tensor, top_p: torch.Tensor, k: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(states, bins) of a search for the k likeliest tokens, or for those that top_p keeps, all but its last half step."""
+def _search(
+    rows: Rows, temperature: torch.Tensor, top_p: torch.Tensor, k: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(states, bins) of a search for the k likeliest tokens, or for those that top_p keeps, all but its last
+    half step."""
     num_rows, size = rows.logits.shape
-    states = torch.zeros((NUM_PASSES, num_rows, selection.STATE.value), dtype=torch.int64, device=rows.logits.device)
+    states = torch.zeros(
+        (NUM_PASSES, num_rows, selection.STATE.value), dtype=torch.int64, device=rows.logits.device
+    )
     if k is not None:
         states[0, :, 2] = k
-    bins = torch.empty((2, num_rows, rows.num_blocks, selection.BINS.value), dtype=torch.int64, device=rows.logits.device)
+    bins = torch.empty(
+        (2, num_rows, rows.num_blocks, selection.BINS.value), dtype=torch.int64, device=rows.logits.device
+    )
     for step in range(NUM_PASSES):
         selection.search_kernel[rows.grid](
             rows.logits,
@@ -121,7 +130,11 @@ def top_candidates(logits: torch.Tensor, k: int, temperature: torch.Tensor) -> C
 
 
 def draw(
-    logits: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor, uniform: torch.Tensor
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    uniform: torch.Tensor,
 ) -> torch.Tensor:
     num_rows, size = logits.shape
     drawn = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -130,11 +143,28 @@ def draw(
     rows = survey(logits)
     states, bins = _search(rows, temperature, top_p, None)
     masses = torch.empty((num_rows, rows.num_blocks, 2), dtype=torch.int64, device=logits.device)
-    sizes = {"MASS_SCALE": rows.mass_scale, "NUM_BLOCKS": rows.num_blocks, "BLOCKS": rows.blocks, "BLOCK": BLOCK}
+    sizes = {
+        "MASS_SCALE": rows.mass_scale,
+        "NUM_BLOCKS": rows.num_blocks,
+        "BLOCKS": rows.blocks,
+        "BLOCK": BLOCK,
+    }
     drawing.measure_kernel[rows.grid](
         rows.logits, rows.maxima, temperature, top_p, min_p, states, bins, masses, num_rows, size, **sizes
     )
     drawing.draw_kernel[(num_rows,)](
-        rows.logits, rows.maxima, temperature, top_p, min_p, uniform, states, bins, masses, drawn, num_rows, size, **sizes
+        rows.logits,
+        rows.maxima,
+        temperature,
+        top_p,
+        min_p,
+        uniform,
+        states,
+        bins,
+        masses,
+        drawn,
+        num_rows,
+        size,
+        **sizes,
     )
     return drawn

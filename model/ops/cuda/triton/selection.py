@@ -1,11 +1,12 @@
 """Kernels that choose tokens from rows of logits without sorting them, in passes over blocks of the row.
 
-Every pass writes what it found per block to a place of its own, and the next one puts the blocks together, in every program
-again, in the order of the blocks. So results do not depend on which program came first, nor on the other rows. Masses are
-integers (``mass``), whose sums are exact in any order.
+Every pass writes what it found per block to a place of its own, and the next one puts the blocks together, in
+every program again, in the order of the blocks. So results do not depend on which program came first, nor on
+the other rows. Masses are integers (``mass``), whose sums are exact in any order.
 
-The likeliest tokens up to a number or to a share of the mass are found by radix search: logits become integers that order as
-they do (``ordered``), and eight passes of four bits narrow down which of them the last token kept has.
+The likeliest tokens up to a number or to a share of the mass are found by radix search: logits become
+integers that order as they do (``ordered``), and eight passes of four bits narrow down which of them the last
+token kept has.
 """
 
 import triton
@@ -13,7 +14,9 @@ import triton.language as tl
 
 BINS: tl.constexpr = tl.constexpr(16)  # four bits
 LAST_PASS: tl.constexpr = tl.constexpr(7)
-STATE: tl.constexpr = tl.constexpr(4)  # of the search, per pass and row: leading bits, mass above them, target, unused
+STATE: tl.constexpr = tl.constexpr(
+    4
+)  # of the search, per pass and row: leading bits, mass above them, target, unused
 
 
 @triton.jit
@@ -47,12 +50,15 @@ def mass(weights, MASS_SCALE: tl.constexpr):
 @triton.jit
 def _row_maximum(maxima, row, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr):
     blocks = tl.arange(0, BLOCKS)
-    return tl.max(tl.load(maxima + row * NUM_BLOCKS + blocks, mask=blocks < NUM_BLOCKS, other=float("-inf")), axis=0)
+    return tl.max(
+        tl.load(maxima + row * NUM_BLOCKS + blocks, mask=blocks < NUM_BLOCKS, other=float("-inf")), axis=0
+    )
 
 
 @triton.jit
 def survey_kernel(logits, maxima, places, not_finite, size, NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of each block: the largest logit, its lowest id, and whether a NaN or an infinity is among them. NaN is no maximum."""
+    """Of each block: the largest logit, its lowest id, and whether a NaN or an infinity is among them. NaN is
+    no maximum."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * size + ids, mask=ids < size, other=0.0)
@@ -65,7 +71,9 @@ def survey_kernel(logits, maxima, places, not_finite, size, NUM_BLOCKS: tl.const
 
 
 @triton.jit
-def finish_survey_kernel(maxima, places, not_finite, is_finite, likeliest, size, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr):
+def finish_survey_kernel(
+    maxima, places, not_finite, is_finite, likeliest, size, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, BLOCKS)
     inside = blocks < NUM_BLOCKS
@@ -79,9 +87,18 @@ def finish_survey_kernel(maxima, places, not_finite, is_finite, likeliest, size,
 
 @triton.jit
 def search_state(
-    states, bins, row, num_rows, finished, top_p, BY_MASS: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr
+    states,
+    bins,
+    row,
+    num_rows,
+    finished,
+    top_p,
+    BY_MASS: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """(leading bits, mass above them, target) once pass ``finished`` is through: the search one digit further.
+    """(leading bits, mass above them, target) once pass ``finished`` is through: the search one digit
+    further.
 
     The target is the mass, or the number, that the kept tokens have to reach.
     """
@@ -98,7 +115,9 @@ def search_state(
             whole = wanted.to(tl.int64)
             whole += (whole.to(tl.float64) < wanted).to(tl.int64)
             target = tl.maximum(tl.minimum(whole, total), 1)  # the likeliest token is always kept
-    reached = above + tl.sum(tl.where(digits[None, :] >= digits[:, None], each[None, :], 0), axis=1)  # with digit d and above
+    reached = above + tl.sum(
+        tl.where(digits[None, :] >= digits[:, None], each[None, :], 0), axis=1
+    )  # with digit d and above
     digit = tl.max(tl.where(reached >= target, digits, 0), axis=0)
     above += tl.sum(tl.where(digits > digit, each, 0), axis=0)
     return bits * BINS + digit, above, target
@@ -122,14 +141,17 @@ def search_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Pass ``step`` over one block: the mass (or number) of its tokens of each next digit, among those with the bits so far."""
+    """Pass ``step`` over one block: the mass (or number) of its tokens of each next digit, among those with
+    the bits so far."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if BY_MASS:
         if tl.load(top_p + row) >= 1.0:
             return
     bits = row * 0
     if step > 0:
-        bits, above, target = search_state(states, bins, row, num_rows, step - 1, top_p, BY_MASS, NUM_BLOCKS, BLOCKS)
+        bits, above, target = search_state(
+            states, bins, row, num_rows, step - 1, top_p, BY_MASS, NUM_BLOCKS, BLOCKS
+        )
         if block == 0:
             state = states + (step * num_rows + row) * STATE
             tl.store(state, bits)

@@ -1,4 +1,5 @@
-"""What the tests of the CPU kernels share: the backend under test, and random paged caches whose unwritten memory is NaN."""
+"""What the tests of the CPU kernels share: the backend under test, and random paged caches whose unwritten
+memory is NaN."""
 
 import os
 import random
@@ -18,7 +19,10 @@ from tests.model.ops.cpu.instruction_sets import instruction_sets
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
-CACHED = [*((dtype, dtype) for dtype in DTYPES), (torch.float32, torch.bfloat16)]  # types of activations and of the cache
+CACHED = [
+    *((dtype, dtype) for dtype in DTYPES),
+    (torch.float32, torch.bfloat16),
+]  # types of activations and of the cache
 needs_kernels = pytest.mark.skipif(not instruction_sets(), reason="needs g++ and a processor with AVX2")
 # For a module of tests: each runs once for every instruction set.
 every_instruction_set = [needs_kernels, pytest.mark.usefixtures("instruction_set")]
@@ -31,7 +35,9 @@ def cpu_ops(dtype: torch.dtype, weights: WeightStorage = "exact") -> CpuOps:
 
 
 @cache
-def _cpu_ops(dtype: torch.dtype, weights: WeightStorage, highest_isa: str | None, library: str | None) -> CpuOps:
+def _cpu_ops(
+    dtype: torch.dtype, weights: WeightStorage, highest_isa: str | None, library: str | None
+) -> CpuOps:
     return CpuOps(CPU, dtype, weights)
 
 
@@ -61,13 +67,23 @@ class AttentionCase:
         start = int(whole.query_start[sequence]) + first_query
         context = whole.context_lens[sequence] - whole.query_lens[sequence] + first_query + num_queries
         metadata = metadata_of(
-            whole.window, whole.block_size, (num_queries,), (context,), whole.block_table[sequence : sequence + 1].clone()
+            whole.window,
+            whole.block_size,
+            (num_queries,),
+            (context,),
+            whole.block_table[sequence : sequence + 1].clone(),
         )
-        return AttentionCase(self.query[start : start + num_queries].clone(), self.keys, self.values, metadata)
+        return AttentionCase(
+            self.query[start : start + num_queries].clone(), self.keys, self.values, metadata
+        )
 
 
 def metadata_of(
-    window: int | None, block_size: int, query_lens: Sequence[int], context_lens: Sequence[int], block_table: torch.Tensor
+    window: int | None,
+    block_size: int,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    block_table: torch.Tensor,
 ) -> AttentionMetadata:
     starts = [0]
     slots = []
@@ -101,16 +117,20 @@ def attention_case(
     cache_dtype: torch.dtype | None = None,
     interleaved: bool = False,
 ) -> AttentionCase:
-    """Every slot that no query can see holds NaN: unwritten places, the null block, blocks recycled behind the window.
+    """Every slot that no query can see holds NaN: unwritten places, the null block, blocks recycled behind
+    the window.
 
-    ``interleaved``: keys and values lie in one tensor [num_blocks, 2, B, Hkv, D], so both caches are strided views.
+    ``interleaved``: keys and values lie in one tensor [num_blocks, 2, B, Hkv, D], so both caches are strided
+    views.
     """
     generator = torch.Generator().manual_seed(seed)
     shuffle = random.Random(seed)
     blocks_of = [-(-context // block_size) for context in context_lens]
     ids = list(range(1, sum(blocks_of) + 3))
     shuffle.shuffle(ids)
-    both = torch.full((len(ids) + 1, 2, block_size, num_kv_heads, head_dim), torch.nan, dtype=cache_dtype or dtype)
+    both = torch.full(
+        (len(ids) + 1, 2, block_size, num_kv_heads, head_dim), torch.nan, dtype=cache_dtype or dtype
+    )
     block_table = torch.zeros((len(query_lens), max(blocks_of) + 1), dtype=torch.int32)
     for i, (queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         low = 0 if window is None else max(0, context - queries - window + 1)
@@ -123,4 +143,6 @@ def attention_case(
     if not interleaved:
         keys, values = keys.contiguous(), values.contiguous()
     query = torch.randn(sum(query_lens), num_heads, head_dim, generator=generator).to(dtype)
-    return AttentionCase(query, keys, values, metadata_of(window, block_size, query_lens, context_lens, block_table))
+    return AttentionCase(
+        query, keys, values, metadata_of(window, block_size, query_lens, context_lens, block_table)
+    )

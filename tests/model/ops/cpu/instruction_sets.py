@@ -1,4 +1,5 @@
-"""The instruction sets whose kernels are tested: those that this processor runs, and in emulation those above them."""
+"""The instruction sets whose kernels are tested: those that this processor runs, and in emulation those above
+them."""
 
 import hashlib
 import os
@@ -21,7 +22,8 @@ _VNNI = "avx512_vnni"
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """One variant, compiled for its processors, or of AVX2 instructions through SIMDe: that proves the source, not its speed."""
+    """One variant, compiled for its processors, or of AVX2 instructions through SIMDe: that proves the
+    source, not its speed."""
 
     variant: Variant
     emulated: bool
@@ -34,7 +36,9 @@ class InstructionSet:
         """Whoever loads the kernels gets these."""
         with pytest.MonkeyPatch.context() as patch:
             if self.emulated:
-                patch.setenv("GEMSERVE_CPU_KERNELS", str(build(self._emulated_variant(), default_cache_dir())))
+                patch.setenv(
+                    "GEMSERVE_CPU_KERNELS", str(build(self._emulated_variant(), default_cache_dir()))
+                )
             elif "GEMSERVE_CPU_KERNELS" not in os.environ:
                 patch.setenv(CPU_ISA_VARIABLE, self.variant.name)
             yield
@@ -42,15 +46,24 @@ class InstructionSet:
     def _emulated_variant(self) -> Variant:
         import simde_py  # of the tests' environment, on machines that it is made for
 
-        header = hashlib.sha256(EMULATION.read_bytes()).hexdigest()[:16]  # the name of the library tells sources and flags
-        flags = ["-include", str(EMULATION), f"-I{simde_py.get_include()}", f"-DGEMSERVE_EMULATION=0x{header}ull", "-Wno-psabi"]
+        header = hashlib.sha256(EMULATION.read_bytes()).hexdigest()[
+            :16
+        ]  # the name of the library tells sources and flags
+        flags = [
+            "-include",
+            str(EMULATION),
+            f"-I{simde_py.get_include()}",
+            f"-DGEMSERVE_EMULATION=0x{header}ull",
+            "-Wno-psabi",
+        ]
         if self.variant.name == _VNNI:
             flags.append("-DGEMSERVE_EMULATE_VNNI")
         return Variant(LOWEST.name, (*LOWEST.compiler_flags, *flags))
 
 
 def instruction_sets() -> list[InstructionSet]:
-    """Lowest first. A library that was named from outside, and one with sanitizers, is the only one of its kind."""
+    """Lowest first. A library that was named from outside, and one with sanitizers, is the only one of its
+    kind."""
     best = detect_variant()
     if best is None or shutil.which("g++") is None:
         return []

@@ -1,15 +1,24 @@
-"""Paged attention equals the reference on every mix of chunks, reads nothing unseen, and depends on nothing but the row."""
+"""Paged attention equals the reference on every mix of chunks, reads nothing unseen, and depends on nothing
+but the row."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from tests.model.ops.cpu.harness import CACHED, AttentionCase, attention_case, cpu_ops, every_instruction_set, reference_ops
+from tests.model.ops.cpu.harness import (
+    CACHED,
+    AttentionCase,
+    attention_case,
+    cpu_ops,
+    every_instruction_set,
+    reference_ops,
+)
 
 pytestmark = every_instruction_set
 
-# Softmax and sums in another order; in bfloat16 both sides round their result once, to neighbouring values at worst.
+# Softmax and sums in another order; in bfloat16 both sides round their result once, to neighbouring values at
+# worst.
 TOLERANCE = {
     torch.float32: {"rtol": 2e-5, "atol": 2e-6},
     torch.bfloat16: {"rtol": 2.0**-7, "atol": 2.0**-10},
@@ -47,7 +56,11 @@ def assert_equals_reference(case: AttentionCase, dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize("window", [None, 64])
 def test_equals_the_reference(
-    query_lens: tuple[int, ...], context_lens: tuple[int, ...], window: int | None, dtype: torch.dtype, cache_dtype: torch.dtype
+    query_lens: tuple[int, ...],
+    context_lens: tuple[int, ...],
+    window: int | None,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
 ) -> None:
     case = attention_case(1, query_lens, context_lens, window=window, dtype=dtype, cache_dtype=cache_dtype)
     assert_equals_reference(case, dtype)
@@ -73,12 +86,18 @@ def test_equals_the_reference(
     ids=lambda shape: "-".join(f"{value}" for value in shape.values()),
 )
 @pytest.mark.parametrize("window", [None, 96])
-def test_shapes(shape: dict[str, Any], window: int | None, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
-    case = attention_case(2, (1, 19, 1), (530, 290, 33), window=window, dtype=dtype, cache_dtype=cache_dtype, **shape)
+def test_shapes(
+    shape: dict[str, Any], window: int | None, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> None:
+    case = attention_case(
+        2, (1, 19, 1), (530, 290, 33), window=window, dtype=dtype, cache_dtype=cache_dtype, **shape
+    )
     assert_equals_reference(case, dtype)
 
 
-@pytest.mark.parametrize("context", [1, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257, 319, 320, 321, 511, 512, 513])
+@pytest.mark.parametrize(
+    "context", [1, 7, 8, 9, 63, 64, 65, 127, 128, 129, 255, 256, 257, 319, 320, 321, 511, 512, 513]
+)
 @pytest.mark.parametrize("queries", [1, 2, 9])
 @pytest.mark.parametrize("window", [1, 8, 64, 256])
 def test_edges_of_blocks_windows_and_splits(context: int, queries: int, window: int) -> None:
@@ -88,7 +107,9 @@ def test_edges_of_blocks_windows_and_splits(context: int, queries: int, window: 
 
 
 @pytest.mark.parametrize(("dtype", "cache_dtype"), CACHED)
-@pytest.mark.parametrize("window", [None, 100, 1100])  # 1100: items begin within a span of 1024 keys and go on in the next
+@pytest.mark.parametrize(
+    "window", [None, 100, 1100]
+)  # 1100: items begin within a span of 1024 keys and go on in the next
 def test_a_row_is_the_same_bits_alone_in_chunks_and_in_a_batch(
     window: int | None, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> None:
@@ -108,8 +129,8 @@ def test_a_row_is_the_same_bits_alone_in_chunks_and_in_a_batch(
 @pytest.mark.parametrize(("dtype", "cache_dtype"), CACHED)
 @pytest.mark.parametrize(
     ("query_lens", "context_lens", "window"),
-    # An item for all splits (one thread), a piece for each split, a piece for each span; spans that end with a split or within,
-    # and with a window, first spans of which the item has the end only.
+    # An item for all splits (one thread), a piece for each split, a piece for each span; spans that end with
+    # a split or within, and with a window, first spans of which the item has the end only.
     [
         ((1, 20), (2000, 20), None),
         ((1,), (4 * 2 * 1024,), None),
@@ -120,7 +141,11 @@ def test_a_row_is_the_same_bits_alone_in_chunks_and_in_a_batch(
     ],
 )
 def test_the_number_of_threads_changes_no_bit(
-    query_lens: tuple[int, ...], context_lens: tuple[int, ...], window: int | None, dtype: torch.dtype, cache_dtype: torch.dtype
+    query_lens: tuple[int, ...],
+    context_lens: tuple[int, ...],
+    window: int | None,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
 ) -> None:
     case = attention_case(5, query_lens, context_lens, window=window, dtype=dtype, cache_dtype=cache_dtype)
     before = torch.get_num_threads()

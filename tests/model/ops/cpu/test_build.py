@@ -1,4 +1,5 @@
-"""Compiling the kernels: cached, built once under concurrent starts, and never in the way of a machine that cannot."""
+"""Compiling the kernels: cached, built once under concurrent starts, and never in the way of a machine that
+cannot."""
 
 import ctypes
 import hashlib
@@ -32,7 +33,9 @@ def test_no_compiler_means_the_reference_and_one_warning(
     assert "g++" in caplog.text
 
 
-def test_a_processor_without_avx2_means_the_reference(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_processor_without_avx2_means_the_reference(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(cpu_build, "detect_variant", lambda: None)
     assert type(select_ops(torch.device("cpu"), torch.bfloat16)) is ReferenceOps
     assert "AVX2" in caplog.text
@@ -62,7 +65,9 @@ def test_concurrent_starts_build_once(tmp_path: Path, monkeypatch: pytest.Monkey
         f"path = cpu_build.build(cpu_build.VARIANTS[-1], Path({str(tmp_path / 'cache')!r}))\n"
         "assert ctypes.CDLL(str(path)).answer() == 42\n"
     )
-    starts = [subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    starts = [
+        subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True) for _ in range(3)
+    ]
     logs = [start.communicate(timeout=120)[1] for start in starts]
     assert [start.returncode for start in starts] == [0, 0, 0], logs
     assert sum("Compiling" in log for log in logs) == 1
@@ -75,7 +80,9 @@ def small_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sources = tmp_path / "cpp"
     sources.mkdir()
     numbers = ",".join(map(str, range(1, 16385)))
-    (sources / "tiny.cpp").write_text(f'extern "C" {{ int data[] = {{{numbers}}}; int answer() {{ return data[41]; }} }}\n')
+    (sources / "tiny.cpp").write_text(
+        f'extern "C" {{ int data[] = {{{numbers}}}; int answer() {{ return data[41]; }} }}\n'
+    )
     monkeypatch.setattr(cpu_build, "SOURCES", sources)
     return tmp_path / "cache"
 
@@ -112,7 +119,9 @@ def test_a_start_that_is_killed_while_it_compiles_leaves_nothing_to_the_next_one
         f"cpu_build.SOURCES = Path({str(cpu_build.SOURCES)!r})\n"
         f"cpu_build.build(cpu_build.VARIANTS[-1], Path({str(small_source)!r}))\n"
     )
-    killed = subprocess.run([sys.executable, "-c", script], env={**os.environ, "CXX": str(compiler)}, check=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "CXX": str(compiler)}, check=False
+    )
     assert killed.returncode == -signal.SIGKILL
     assert [file for file in small_source.iterdir() if file.is_dir()], "the half-written files"
     path = cpu_build.build(VARIANT, small_source)
@@ -132,7 +141,9 @@ def test_a_full_disk_means_the_reference_and_one_warning(small_source: Path) -> 
         "print(type(select_ops(torch.device('cpu'), torch.float32)).__name__)\n"
     )
     environ = {**os.environ, "GEMSERVE_CACHE": str(small_source)}
-    start = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True)
+    start = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True
+    )
     assert start.stdout == "ReferenceOps\n"
     assert start.stderr.count("WARNING") == 1
     assert [file.suffix for file in small_source.iterdir()] == [".lock"]

@@ -7,8 +7,8 @@ from tests.model.ops.cpu.harness import CACHED, DTYPES, cpu_ops, every_instructi
 
 pytestmark = every_instruction_set
 
-# float32: sums in another order and an exponential of our own, a few units in the last place each. bfloat16: both sides round
-# once or more, and may land on neighbouring values: two units of 2^-8.
+# float32: sums in another order and an exponential of our own, a few units in the last place each. bfloat16:
+# both sides round once or more, and may land on neighbouring values: two units of 2^-8.
 TOLERANCE = {
     torch.float32: {"rtol": 4e-6, "atol": 4e-6},
     torch.bfloat16: {"rtol": 2.0**-7, "atol": 2.0**-8},
@@ -26,7 +26,9 @@ def test_norms_equal_the_reference(shape: tuple[int, int], dtype: torch.dtype) -
     x, residual = (randn(*shape, seed=1) * 3).to(dtype), (randn(*shape, seed=2) * 10).to(dtype)
     first, second = randn(shape[1], seed=3) + 1, randn(shape[1], seed=4) + 1
     ops, reference = cpu_ops(dtype), reference_ops(dtype)
-    torch.testing.assert_close(ops.rms_norm(x, first, 1e-6), reference.rms_norm(x, first, 1e-6), **TOLERANCE[dtype])
+    torch.testing.assert_close(
+        ops.rms_norm(x, first, 1e-6), reference.rms_norm(x, first, 1e-6), **TOLERANCE[dtype]
+    )
     ours, theirs = residual.clone(), residual.clone()
     normed = ops.norm_add_norm(x, ours, first, second, 1e-6)
     expected = reference.norm_add_norm(x, theirs, first, second, 1e-6)
@@ -38,7 +40,9 @@ def test_norms_equal_the_reference(shape: tuple[int, int], dtype: torch.dtype) -
 def test_norms_do_not_depend_on_other_rows(dtype: torch.dtype) -> None:
     ops = cpu_ops(dtype)
     x, scale = randn(70, 640).to(dtype), randn(640, seed=1)
-    assert torch.equal(ops.rms_norm(x, scale, 1e-6), torch.cat([ops.rms_norm(row[None], scale, 1e-6) for row in x]))
+    assert torch.equal(
+        ops.rms_norm(x, scale, 1e-6), torch.cat([ops.rms_norm(row[None], scale, 1e-6) for row in x])
+    )
     assert torch.equal(ops.geglu(x), torch.cat([ops.geglu(row[None]) for row in x]))
 
 
@@ -50,12 +54,15 @@ def test_geglu_equals_the_reference(shape: tuple[int, int], dtype: torch.dtype) 
 
 
 def test_geglu_is_accurate_from_the_smallest_to_the_largest_gates() -> None:
-    gate = torch.cat((torch.linspace(-40, 40, 4001), torch.tensor([-1e30, -1e4, -1e-30, 0.0, 1e-30, 1e4, 1e30])))
+    gate = torch.cat(
+        (torch.linspace(-40, 40, 4001), torch.tensor([-1e30, -1e4, -1e-30, 0.0, 1e-30, 1e4, 1e30]))
+    )
     both = torch.cat((gate, torch.ones_like(gate)))[None]
     wide = gate.double()
     exact = wide * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (wide + 0.044715 * wide**3))
     result = cpu_ops(torch.float32).geglu(both)[0]
-    # The argument of the exponential, up to 87, is off by its own rounding. The exponential is clamped at e^88, so that a gate of
+    # The argument of the exponential, up to 87, is off by its own rounding. The exponential is clamped at
+    # e^88, so that a gate of
     # -1e30 leaves -4e-9 where nothing should be left.
     torch.testing.assert_close(result.double(), exact, rtol=2e-5, atol=1e-8)
 
@@ -93,8 +100,12 @@ def test_rope_and_cache_write_equal_the_reference(
     results = []
     for ops in (cpu_ops(dtype), reference_ops(dtype)):
         both = torch.full((num_blocks, 2, block_size, num_kv_heads, head_dim), -7.0, dtype=cache_dtype)
-        caches = (both[:, 0], both[:, 1]) if interleaved else (both[:, 0].contiguous(), both[:, 1].contiguous())
-        query = ops.qk_norm_rope_cache_write(qkv, q_scale, k_scale, angles.cos(), angles.sin(), *caches, slots, 1e-6)
+        caches = (
+            (both[:, 0], both[:, 1]) if interleaved else (both[:, 0].contiguous(), both[:, 1].contiguous())
+        )
+        query = ops.qk_norm_rope_cache_write(
+            qkv, q_scale, k_scale, angles.cos(), angles.sin(), *caches, slots, 1e-6
+        )
         results.append((query, *caches))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, **TOLERANCE[ours.dtype])

@@ -1,4 +1,5 @@
-"""Weights of 4 and 5 bits: what they keep exactly, how far off the others are, and what falls back to 8 bits."""
+"""Weights of 4 and 5 bits: what they keep exactly, how far off the others are, and what falls back to 8
+bits."""
 
 from collections.abc import Callable
 
@@ -19,12 +20,17 @@ def test_int4_rounds_no_group_worse_than_evenly_between_its_ends() -> None:
     packed = ops.pack_linear(weight, "down")
     assert isinstance(packed, PackedWeight)
     padded = -(-45 // panel_features(ops)) * panel_features(ops)
-    assert packed.nbytes == 64 + padded * 128 // 2 + padded * 4 * 2 * 2  # half a byte a weight and two float16 a group
+    assert (
+        packed.nbytes == 64 + padded * 128 // 2 + padded * 4 * 2 * 2
+    )  # half a byte a weight and two float16 a group
     groups = weight.view(45, 4, GROUP)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     low, step = low.half().float(), ((high - low) / 15).half().float()
     rounded = torch.where(step == 0, low, ((groups - low) / step).round().clamp(0, 15) * step + low)
-    errors, plain = (stored_weight(packed).view(45, 4, GROUP) - groups).square().sum(-1), (rounded - groups).square().sum(-1)
+    errors, plain = (
+        (stored_weight(packed).view(45, 4, GROUP) - groups).square().sum(-1),
+        (rounded - groups).square().sum(-1),
+    )
     assert (errors <= plain * 1.01 + 1e-9).all()
     assert errors.sum() < plain.sum() * 0.97
     assert ops.pack_linear(weight, "head").storage == "int8"  # type: ignore[attr-defined]
@@ -44,7 +50,9 @@ def test_int4_keeps_what_lies_on_16_steps(dtype: torch.dtype) -> None:
     assert isinstance(packed, PackedWeight)
     off = (stored_weight(packed) - weight.float()).abs().view(42, 3, GROUP)
     largest = weight.float().abs().view(42, 3, GROUP).amax(-1, keepdim=True)
-    assert (off <= largest * (2.0**-10 if dtype == torch.float32 else 2.0**-7)).all()  # float16 ends and steps; bfloat16 weights
+    assert (
+        off <= largest * (2.0**-10 if dtype == torch.float32 else 2.0**-7)
+    ).all()  # float16 ends and steps; bfloat16 weights
 
 
 @pytest.mark.parametrize(
@@ -60,7 +68,8 @@ def test_int4_keeps_what_lies_on_16_steps(dtype: torch.dtype) -> None:
 def test_weights_of_5_bits_and_less_stay_such(
     kind: Callable[..., torch.Tensor], group_bytes: int, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    """A weight is off by what float16 scales (and bfloat16 weights) are, an input by half of a 127th of its group's largest."""
+    """A weight is off by what float16 scales (and bfloat16 weights) are, an input by half of a 127th of its
+    group's largest."""
     ops = cpu_ops(dtype, "int8")
     weight = kind(*shape, dtype)
     packed = ops.pack_linear(weight, "down")
@@ -86,13 +95,17 @@ def test_weights_of_5_bits_and_less_stay_such(
         assert ((actual.double() - expected).abs() <= bound).all()
 
 
-@pytest.mark.parametrize(("lowest", "highest", "offset"), [(-8, 7, 0.0), (0, 15, -0.75), (-16, 15, 0.0), (0, 31, -0.75)])
+@pytest.mark.parametrize(
+    ("lowest", "highest", "offset"), [(-8, 7, 0.0), (0, 15, -0.75), (-16, 15, 0.0), (0, 31, -0.75)]
+)
 def test_the_largest_sums_are_exact(lowest: int, highest: int, offset: float) -> None:
     """All inputs at 127 steps, nearly all weights at one end of theirs."""
     ops = cpu_ops(torch.float32, "int8")
     for end in (lowest, highest):
         weight = torch.full((40, 64), float(end))
-        for place, step in enumerate((lowest, highest, lowest + 1, lowest + 2, (lowest + highest) // 2)):  # the only grid
+        for place, step in enumerate(
+            (lowest, highest, lowest + 1, lowest + 2, (lowest + highest) // 2)
+        ):  # the only grid
             weight[:, place::GROUP] = step
         weight = weight / 16 + offset
         packed = ops.pack_linear(weight, "down")

@@ -1,4 +1,5 @@
-"""The likeliest token without all the logits: always the one that the logits say, for heads and inputs of every kind."""
+"""The likeliest token without all the logits: always the one that the logits say, for heads and inputs of
+every kind."""
 
 from collections.abc import Callable
 
@@ -26,7 +27,9 @@ def greedy(ops: CpuOps, x: torch.Tensor, head: PackedWeight) -> tuple[torch.Tens
     assert head.sketch is not None
     pointers = head.address, head.sketch.weight.address, head.sketch.spreads.data_ptr(), x.data_ptr()
     is_bfloat16 = int(x.dtype == torch.bfloat16)
-    num_panels = ops._library.greedy(*pointers, is_bfloat16, len(x), token_ids.data_ptr(), torch.get_num_threads())
+    num_panels = ops._library.greedy(
+        *pointers, is_bfloat16, len(x), token_ids.data_ptr(), torch.get_num_threads()
+    )
     return token_ids, num_panels
 
 
@@ -39,7 +42,9 @@ def assert_as_the_logits_say(ops: CpuOps, x: torch.Tensor, weight: torch.Tensor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 32), (7, 96), (16, 64), (17, 640), (33, 1152), (1000, 96), (4099, 640)])
+@pytest.mark.parametrize(
+    "shape", [(1, 32), (7, 96), (16, 64), (17, 640), (33, 1152), (1000, 96), (4099, 640)]
+)
 def test_is_what_the_logits_say(shape: tuple[int, int], dtype: torch.dtype) -> None:
     ops = cpu_ops(dtype, "int8")
     for rows in (0, 1, 2, 3, 7, 13, 61):
@@ -82,7 +87,8 @@ def single_inputs(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def outlying_weights(x: torch.Tensor, weight: torch.Tensor) -> None:
-    """Each row has its coarse group, and the inputs lie in one group: what is usual for a panel says little about a row."""
+    """Each row has its coarse group, and the inputs lie in one group: what is usual for a panel says little
+    about a row."""
     num_groups = weight.shape[1] // GROUP
     rows = torch.arange(len(weight))
     weight[rows % num_groups == 3, 3 * GROUP : 4 * GROUP] *= 2
@@ -92,7 +98,8 @@ def outlying_weights(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def constant_rows(x: torch.Tensor, weight: torch.Tensor) -> None:
-    """One value a row, not a float16: the sketch's errors of a row all have the same sign, as the inputs do."""
+    """One value a row, not a float16: the sketch's errors of a row all have the same sign, as the inputs
+    do."""
     weight[:] = (weight[:, :1].float().abs() * 0.001 + 0.3).to(weight.dtype)
     x[:] = x.abs()
 
@@ -160,7 +167,8 @@ def test_odd_heads_and_odd_inputs_do_not_lead_astray(
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_what_the_errors_of_a_group_have_in_common_adds_up(sign: int) -> None:
-    """A group's outlier, which meets no input, sets what float16 leaves of the middle: an error that all other weights have."""
+    """A group's outlier, which meets no input, sets what float16 leaves of the middle: an error that all
+    other weights have."""
     ops = cpu_ops(torch.float32, "int8")
     size, in_features = panel_features(ops), 1152
     x = torch.ones(1, in_features)
@@ -184,7 +192,9 @@ def test_a_clear_winner_costs_a_few_panels_wherever_it_stands(dtype: torch.dtype
         token_ids, num_panels = greedy(ops, x, pack(ops, peaked))
         assert token_ids.tolist() == [winner]
         assert num_panels <= 3
-        token_ids, _ = greedy(ops, -x, pack(ops, peaked[winner:]))  # the worst of all, beside features that are not there
+        token_ids, _ = greedy(
+            ops, -x, pack(ops, peaked[winner:])
+        )  # the worst of all, beside features that are not there
         assert token_ids[0] != 0 or winner == num_tokens - 1
 
 
@@ -249,5 +259,9 @@ def test_the_sketch_survives_the_packed_form() -> None:
     again = put_together(form)
     assert again.sketch is not None
     assert again.nbytes == head.nbytes == sum(tensor.nbytes for tensor in form.tensors.values())
-    assert greedy(ops, x, again)[0].tolist() == greedy(ops, x, head)[0].tolist() == ops.argmax(ops.logits(x, head)).tolist()
+    assert (
+        greedy(ops, x, again)[0].tolist()
+        == greedy(ops, x, head)[0].tolist()
+        == ops.argmax(ops.logits(x, head)).tolist()
+    )
     assert greedy(ops, x, again)[1] == greedy(ops, x, head)[1]

@@ -1,4 +1,5 @@
-"""Decoder blocks run as a whole are the single operations, bit for bit: hidden state, residual stream and cache."""
+"""Decoder blocks run as a whole are the single operations, bit for bit: hidden state, residual stream and
+cache."""
 
 from collections.abc import Sequence
 
@@ -50,21 +51,38 @@ def operands(ops: Ops, dtype: torch.dtype, *, is_global: bool = False, seed: int
     )
 
 
-def one_by_one(ops: Ops, layer: LayerOperands, state: State, rotary: Rotary, metadata: AttentionMetadata) -> State:
+def one_by_one(
+    ops: Ops, layer: LayerOperands, state: State, rotary: Rotary, metadata: AttentionMetadata
+) -> State:
     hidden, residual, keys, values = (tensor.clone() for tensor in state)
     qkv = ops.linear(hidden, layer.qkv)
-    query = ops.qk_norm_rope_cache_write(qkv, layer.q_norm, layer.k_norm, *rotary, keys, values, metadata.slot_mapping, EPS)
-    branch = ops.linear(ops.paged_attention(query, keys, values, metadata, QUERY_SCALE), layer.attention_output)
+    query = ops.qk_norm_rope_cache_write(
+        qkv, layer.q_norm, layer.k_norm, *rotary, keys, values, metadata.slot_mapping, EPS
+    )
+    branch = ops.linear(
+        ops.paged_attention(query, keys, values, metadata, QUERY_SCALE), layer.attention_output
+    )
     hidden = ops.norm_add_norm(branch, residual, layer.post_attention_norm, layer.pre_feedforward_norm, EPS)
     branch = ops.linear(ops.geglu(ops.linear(hidden, layer.gate_up)), layer.down)
-    return ops.norm_add_norm(branch, residual, layer.post_feedforward_norm, layer.next_norm, EPS), residual, keys, values
+    return (
+        ops.norm_add_norm(branch, residual, layer.post_feedforward_norm, layer.next_norm, EPS),
+        residual,
+        keys,
+        values,
+    )
 
 
 def random_step(
-    query_lens: tuple[int, ...], context_lens: tuple[int, ...], window: int | None, dtype: torch.dtype, cache_dtype: torch.dtype
+    query_lens: tuple[int, ...],
+    context_lens: tuple[int, ...],
+    window: int | None,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
 ) -> tuple[State, Rotary, AttentionMetadata]:
     sizes = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
-    case = attention_case(7, query_lens, context_lens, window=window, dtype=dtype, cache_dtype=cache_dtype, **sizes)
+    case = attention_case(
+        7, query_lens, context_lens, window=window, dtype=dtype, cache_dtype=cache_dtype, **sizes
+    )
     generator = torch.Generator().manual_seed(9)
     num_tokens = sum(query_lens)
     hidden, residual = (torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype) for _ in range(2))
@@ -88,23 +106,34 @@ class Step:
             for is_global, window in windows.items()
         }
         self.states = {kind: state for kind, (state, _, _) in kinds.items()}
-        self.rotary = {False: kinds[False][1], True: (-kinds[True][1][0], kinds[True][1][1])}  # not the same for both
+        self.rotary = {
+            False: kinds[False][1],
+            True: (-kinds[True][1][0], kinds[True][1][1]),
+        }  # not the same for both
         self.metadata = {kind: metadata for kind, (_, _, metadata) in kinds.items()}
 
     def caches(self, layers: Sequence[LayerOperands]) -> list[LayerCache]:
-        return [LayerCache(*(tensor.clone() for tensor in self.states[layer.is_global][2:])) for layer in layers]
+        return [
+            LayerCache(*(tensor.clone() for tensor in self.states[layer.is_global][2:])) for layer in layers
+        ]
 
-    def one_by_one(self, ops: Ops, layers: Sequence[LayerOperands]) -> tuple[torch.Tensor, torch.Tensor, list[LayerCache]]:
+    def one_by_one(
+        self, ops: Ops, layers: Sequence[LayerOperands]
+    ) -> tuple[torch.Tensor, torch.Tensor, list[LayerCache]]:
         hidden, residual = self.states[True][:2]
         caches = []
         for layer in layers:
             kind = layer.is_global
             state = hidden, residual, *self.states[kind][2:]
-            hidden, residual, keys, values = one_by_one(ops, layer, state, self.rotary[kind], self.metadata[kind])
+            hidden, residual, keys, values = one_by_one(
+                ops, layer, state, self.rotary[kind], self.metadata[kind]
+            )
             caches.append(LayerCache(keys, values))
         return hidden, residual, caches
 
-    def whole(self, ops: Ops, layers: Sequence[LayerOperands], caches: Sequence[LayerCache]) -> tuple[torch.Tensor, ...] | None:
+    def whole(
+        self, ops: Ops, layers: Sequence[LayerOperands], caches: Sequence[LayerCache]
+    ) -> tuple[torch.Tensor, ...] | None:
         hidden, residual = (tensor.clone() for tensor in self.states[True][:2])
         done = ops.decoder_layers(layers, hidden, residual, self.rotary, caches, self.metadata)
         if not done:
@@ -159,12 +188,19 @@ def test_the_reference_and_odd_heads_stay_with_the_operations() -> None:
     assert step.whole(reference, layers, step.caches(layers)) is None
     plain = cpu_ops(torch.float32)
     layers = three_layers(plain, torch.float32)
-    narrow = [LayerCache(cache.keys[..., :8].contiguous(), cache.values[..., :8].contiguous()) for cache in step.caches(layers)]
+    narrow = [
+        LayerCache(cache.keys[..., :8].contiguous(), cache.values[..., :8].contiguous())
+        for cache in step.caches(layers)
+    ]
     assert step.whole(plain, layers, narrow) is None
 
 
 def test_a_cache_beside_rounded_weights_is_bfloat16() -> None:
-    expected: dict[WeightStorage, torch.dtype] = {"exact": torch.float32, "int8": torch.bfloat16, "int4": torch.bfloat16}
+    expected: dict[WeightStorage, torch.dtype] = {
+        "exact": torch.float32,
+        "int8": torch.bfloat16,
+        "int4": torch.bfloat16,
+    }
     assert {weights: cpu_ops(torch.float32, weights).cache_dtype for weights in expected} == expected
     assert reference_ops(torch.float32).cache_dtype == torch.float32
     assert cpu_ops(torch.bfloat16).cache_dtype == torch.bfloat16

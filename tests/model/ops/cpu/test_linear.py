@@ -1,4 +1,5 @@
-"""Linear layers: every storage equals the exact product within the bound of float32 sums; rows do not influence each other."""
+"""Linear layers: every storage equals the exact product within the bound of float32 sums; rows do not
+influence each other."""
 
 import pytest
 import torch
@@ -13,8 +14,11 @@ SHAPES = [(1, 1), (7, 3), (16, 8), (33, 65), (129, 640), (640, 1025), (100, 513)
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 13, 32, 61, 250, 500]
 
 
-def assert_product(actual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, stored: torch.Tensor, extra: float = 0.0) -> None:
-    """Within the bound of a chain of in_features fused multiply-adds, and one rounding to the output's type."""
+def assert_product(
+    actual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, stored: torch.Tensor, extra: float = 0.0
+) -> None:
+    """Within the bound of a chain of in_features fused multiply-adds, and one rounding to the output's
+    type."""
     expected = x.double() @ stored.double().T
     magnitude = x.double().abs() @ stored.double().abs().T
     bound = magnitude * (weight.shape[1] * 2.0**-24 + extra) + expected.abs() * ROUNDING[actual.dtype] * 1.01
@@ -62,8 +66,8 @@ def test_int8_is_within_half_a_step_of_every_weight(shape: tuple[int, int], dtyp
     for rows in (1, 2, 5, 8, 61):
         x, weight = random_case(rows, *shape, dtype)
         packed = ops.pack_linear(weight, "down")
-        # A weight is off by half a step of its group (largest / 127, whose float16 is off by 2^-11), an input by 2^-16 of its
-        # row's largest.
+        # A weight is off by half a step of its group (largest / 127, whose float16 is off by 2^-11), an input
+        # by 2^-16 of its row's largest.
         groups = weight.float().view(shape[0], -1, GROUP)
         steps = (groups.abs().amax(-1, keepdim=True) / 127).expand_as(groups).reshape(shape).double()
         bound = x.double().abs() @ (steps * 0.5 + weight.double().abs() * 2.0**-10).T
@@ -81,7 +85,8 @@ def test_int8_keeps_a_q8_0_weight_exactly() -> None:
     scales = (torch.rand(40, 4, 1, generator=generator) * 0.01 + 1e-4).half().float()
     weight = (levels * scales).view(40, -1)
     ops = cpu_ops(torch.float32, "int8")
-    # Powers of two and zeros pass the inputs' rounding to 16 bits unharmed only one at a time; so ask for one column at a time.
+    # Powers of two and zeros pass the inputs' rounding to 16 bits unharmed only one at a time; so ask for one
+    # column at a time.
     x = torch.eye(weight.shape[1])
     result = ops.linear(x, ops.pack_linear(weight, "head"))
     torch.testing.assert_close(result, weight.T, rtol=2.0**-22, atol=0)  # three roundings in float32
@@ -90,7 +95,9 @@ def test_int8_keeps_a_q8_0_weight_exactly() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("shape", [(129, 640), (65, 1056)])
-def test_a_row_is_the_same_bits_in_every_batch(storage: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_a_row_is_the_same_bits_in_every_batch(
+    storage: str, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     ops, x, packed = stored_case(storage, max(ROWS), *shape, dtype)
     alone = torch.cat([ops.linear(row[None], packed) for row in x])
     for rows in ROWS:

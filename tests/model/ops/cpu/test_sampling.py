@@ -41,7 +41,9 @@ def test_argmax_takes_the_lowest_id_among_equals(size: int) -> None:
 def test_masks_leave_exactly_their_tokens_of_their_rows(size: int, share: float) -> None:
     generator = torch.Generator().manual_seed(size)
     rows = torch.tensor([3, 0])
-    allowed = torch.rand(2, -(-size // 8) * 8, generator=generator) < share  # bits beyond the last token mean nothing
+    allowed = (
+        torch.rand(2, -(-size // 8) * 8, generator=generator) < share
+    )  # bits beyond the last token mean nothing
     masks = (allowed.view(2, -1, 8) * (1 << torch.arange(8))).sum(-1).to(torch.uint8)
     logits = logits_of(5, size)
     expected = logits.clone()
@@ -74,8 +76,14 @@ def test_top_candidates_equal_the_reference(size: int, kind: str) -> None:
         theirs = reference_ops(torch.float32).top_candidates(logits, k, temperature)
         assert torch.equal(ours.values, theirs.values)
         assert torch.equal(ours.token_ids, theirs.token_ids)
-        exact = ((logits.double() - logits.double().amax(-1, keepdim=True)) / temperature.double()[:, None]).exp().sum(-1).log()
-        # A unit in the last place of each exponential; at a temperature of 0.01, of arguments up to 1,000 times as large.
+        exact = (
+            ((logits.double() - logits.double().amax(-1, keepdim=True)) / temperature.double()[:, None])
+            .exp()
+            .sum(-1)
+            .log()
+        )
+        # A unit in the last place of each exponential; at a temperature of 0.01, of arguments up to 1,000
+        # times as large.
         torch.testing.assert_close(ours.log_total.double(), exact, rtol=2e-6, atol=2e-6)
 
 
@@ -84,7 +92,10 @@ def test_rows_and_threads_change_no_bit() -> None:
     logits, temperature = logits_of(6, 70000), torch.linspace(0.2, 2.0, 6)
     uniform = torch.rand(6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     min_p, top_p = torch.zeros(6), torch.tensor([1.0, 0.9, 0.5, 0.99, 1.0, 0.0], dtype=torch.float64)
-    whole, drawn = ops.top_candidates(logits, 64, temperature), ops.draw(logits, temperature, top_p, min_p, uniform)
+    whole, drawn = (
+        ops.top_candidates(logits, 64, temperature),
+        ops.draw(logits, temperature, top_p, min_p, uniform),
+    )
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -109,8 +120,12 @@ def test_draw_inverts_the_cumulative_distribution(size: int, cut: float) -> None
     min_p = torch.full((rows,), cut)
     uniform = torch.linspace(0, 1, rows + 1, dtype=torch.float64)[:-1]
     uniform[-1] = 1.0 - 2.0**-53
-    drawn = cpu_ops(torch.float32).draw(logits, temperature, torch.ones(rows, dtype=torch.float64), min_p, uniform)
-    weights = ((logits.double() - logits.double().amax(-1, keepdim=True)) / temperature.double()[:, None]).exp()
+    drawn = cpu_ops(torch.float32).draw(
+        logits, temperature, torch.ones(rows, dtype=torch.float64), min_p, uniform
+    )
+    weights = (
+        (logits.double() - logits.double().amax(-1, keepdim=True)) / temperature.double()[:, None]
+    ).exp()
     kept = weights.where(weights >= cut * (1 - 1e-5), 0.0)
     cumulative = kept.cumsum(-1) / kept.sum(-1, keepdim=True)
     chosen = drawn[:, None]
@@ -126,7 +141,8 @@ def test_draw_inverts_the_cumulative_distribution(size: int, cut: float) -> None
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 8.0])
 def test_top_p_keeps_what_sorting_would_keep(size: int, scale: float) -> None:
-    """Flat, real and peaked rows, values shared by many tokens among them; draws all over the distribution."""
+    """Flat, real and peaked rows, values shared by many tokens among them; draws all over the
+    distribution."""
     rows = 40
     logits = (logits_of(rows, size, seed=5) * scale).round(decimals=2)
     logits[:, ::5] = -torch.inf
@@ -135,8 +151,12 @@ def test_top_p_keeps_what_sorting_would_keep(size: int, scale: float) -> None:
     top_p = torch.linspace(0.0, 1.0, rows, dtype=torch.float64)
     min_p = torch.tensor([0.0, 0.3]).repeat(rows // 2)
     for uniform in (0.0, 0.3, 0.77, 1.0 - 2.0**-53):
-        drawn = cpu_ops(torch.float32).draw(logits, temperature, top_p, min_p, torch.full((rows,), uniform, dtype=torch.float64))
-        weights = ((logits.double() - logits.double().amax(-1, keepdim=True)) / temperature.double()[:, None]).exp()
+        drawn = cpu_ops(torch.float32).draw(
+            logits, temperature, top_p, min_p, torch.full((rows,), uniform, dtype=torch.float64)
+        )
+        weights = (
+            (logits.double() - logits.double().amax(-1, keepdim=True)) / temperature.double()[:, None]
+        ).exp()
         sorted_weights, order = weights.sort(dim=-1, descending=True, stable=True)
         mass = sorted_weights.cumsum(-1) / sorted_weights.sum(-1, keepdim=True)
         before = mass - sorted_weights / sorted_weights.sum(-1, keepdim=True)
@@ -145,7 +165,11 @@ def test_top_p_keeps_what_sorting_would_keep(size: int, scale: float) -> None:
         assert ((before.gather(1, place)[:, 0] < top_p + 3e-6) | (place[:, 0] == 0)).all()
         assert (weights.gather(1, drawn[:, None])[:, 0] >= min_p * (1 - 1e-5)).all()
         if uniform > 0.9:  # the last kept token in order of id: nothing likelier that is kept has a higher id
-            kept = (before < top_p[:, None] - 3e-6) & (sorted_weights > min_p[:, None] * (1 + 1e-5)) & (sorted_weights > 0)
+            kept = (
+                (before < top_p[:, None] - 3e-6)
+                & (sorted_weights > min_p[:, None] * (1 + 1e-5))
+                & (sorted_weights > 0)
+            )
             last = order.masked_fill(~kept, -1).amax(-1)
             assert (drawn >= last).all()
 
@@ -153,7 +177,9 @@ def test_top_p_keeps_what_sorting_would_keep(size: int, scale: float) -> None:
 def test_a_draw_at_min_p_one_is_the_likeliest_token() -> None:
     logits = logits_of(9, 5000)
     uniform = torch.linspace(0, 0.999, 9, dtype=torch.float64)
-    drawn = cpu_ops(torch.float32).draw(logits, torch.ones(9), torch.ones(9, dtype=torch.float64), torch.ones(9), uniform)
+    drawn = cpu_ops(torch.float32).draw(
+        logits, torch.ones(9), torch.ones(9, dtype=torch.float64), torch.ones(9), uniform
+    )
     assert torch.equal(drawn, logits.argmax(-1))
 
 

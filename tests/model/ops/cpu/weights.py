@@ -1,4 +1,5 @@
-"""Weights for the tests of linear layers: of a few bits, as GGUF's types hold them, and in each of the kernels' forms."""
+"""Weights for the tests of linear layers: of a few bits, as GGUF's types hold them, and in each of the
+kernels' forms."""
 
 import torch
 
@@ -10,9 +11,15 @@ STORAGES = ["float32", "bfloat16", "int8", "int5", "int4"]
 
 
 def q5_0(
-    out_features: int, in_features: int, dtype: torch.dtype = torch.float32, seed: int = 0, *, levels: int = 16
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    *,
+    levels: int = 16,
 ) -> torch.Tensor:
-    """Weights as GGUF's Q5_0 holds them: a float16 scale, which may be negative, times [-16, 16) for each group."""
+    """Weights as GGUF's Q5_0 holds them: a float16 scale, which may be negative, times [-16, 16) for each
+    group."""
     generator = torch.Generator().manual_seed(seed)
     steps = torch.randint(-levels, levels, (out_features, in_features // GROUP, GROUP), generator=generator)
     scales = (torch.rand(*steps.shape[:2], 1, generator=generator) * 0.01 + 1e-4).half().float()
@@ -20,12 +27,16 @@ def q5_0(
     return (steps * scales).view(out_features, in_features).to(dtype)
 
 
-def q4_0(out_features: int, in_features: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+def q4_0(
+    out_features: int, in_features: int, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> torch.Tensor:
     """Weights as GGUF's Q4_0 holds them: likewise [-8, 8)."""
     return q5_0(out_features, in_features, dtype, seed, levels=8)
 
 
-def q5_1(out_features: int, in_features: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+def q5_1(
+    out_features: int, in_features: int, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> torch.Tensor:
     """Weights as GGUF's Q5_1 holds them: a float16 scale times [0, 32), plus a float16 minimum."""
     generator = torch.Generator().manual_seed(seed)
     steps = torch.randint(0, 32, (out_features, in_features // GROUP, GROUP), generator=generator)
@@ -35,8 +46,11 @@ def q5_1(out_features: int, in_features: int, dtype: torch.dtype = torch.float32
     return (steps * scales + minimum).view(out_features, in_features).to(dtype)
 
 
-def q4_k(out_features: int, in_features: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Weights as GGUF's Q4_K holds them: d * scale * [0, 16) - dmin * minimum with 6-bit scales and minima, zero in the range."""
+def q4_k(
+    out_features: int, in_features: int, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> torch.Tensor:
+    """Weights as GGUF's Q4_K holds them: d * scale * [0, 16) - dmin * minimum with 6-bit scales and minima,
+    zero in the range."""
     generator = torch.Generator().manual_seed(seed)
     shape = out_features, in_features // GROUP
     levels = torch.randint(0, 16, (*shape, GROUP), generator=generator)

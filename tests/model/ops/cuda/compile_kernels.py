@@ -1,10 +1,11 @@
-"""Compiles the kernels for real GPUs, without having one: what the interpreter lets pass (types, shared memory) fails here.
+"""Compiles the kernels for real GPUs, without having one: what the interpreter lets pass (types, shared
+memory) fails here.
 
     python -m tests.model.ops.cuda.compile_kernels            every launch of every published size, Ampere to Blackwell
     python -m tests.model.ops.cuda.compile_kernels --quick    two kernels, one size, one architecture each
 
-The operations run on tensors of the meta device, and their launches are compiled instead of made: so what is compiled is what a
-GPU would be given. Has to be a process of its own, since others interpret the kernels.
+The operations run on tensors of the meta device, and their launches are compiled instead of made: so what is
+compiled is what a GPU would be given. Has to be a process of its own, since others interpret the kernels.
 """
 
 import argparse
@@ -24,8 +25,8 @@ from triton.runtime.jit import JITFunction
 from model.ops.cuda.triton import elementwise, int8_linear, paged_attention, sampling
 from model.ops.interface import AttentionMetadata
 
-# Bytes of shared memory that a program may have on the smallest card of the generation: consumer cards have less than an A100,
-# and Blackwell's (12.0) less than its data centre cards (10.0).
+# Bytes of shared memory that a program may have on the smallest card of the generation: consumer cards have
+# less than an A100, and Blackwell's (12.0) less than its data centre cards (10.0).
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 QUICK = {80: "prefill_kernel", 90: "search_kernel"}
 PROCESSORS = 132
@@ -60,7 +61,9 @@ def run_layers(size: str, dtype: torch.dtype, device: paged_attention.Device) ->
     elementwise.geglu(meta(100, 2 * intermediate, dtype=dtype))
     for num_tokens in (1, 32, 100):
         x = meta(num_tokens, intermediate, dtype=dtype)
-        int8_linear.int8_linear(x, meta(hidden, intermediate, dtype=torch.int8), meta(hidden), device.num_processors)
+        int8_linear.int8_linear(
+            x, meta(hidden, intermediate, dtype=torch.int8), meta(hidden), device.num_processors
+        )
     cache = meta(1000, 16, num_kv_heads, head_dim, dtype=dtype)
     for num_tokens in (1, 100):
         elementwise.qk_norm_rope_cache_write(
@@ -106,7 +109,8 @@ def launches_of(run: Callable[[], None]) -> list[Launch]:
         arguments |= {name: value for name, value in kwargs.items() if name in self.arg_names}
         options = {name: value for name, value in kwargs.items() if name not in self.arg_names}
         launches.setdefault(
-            f"{self.fn.__name__} {source(self, arguments).signature} {constants(self, arguments)}", (self, arguments, options)
+            f"{self.fn.__name__} {source(self, arguments).signature} {constants(self, arguments)}",
+            (self, arguments, options),
         )
 
     with torch.inference_mode():
@@ -123,7 +127,8 @@ def constants(kernel: Any, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
-    """What a launch would have compiled for these arguments: aligned tensors, and integers specialised as Triton does."""
+    """What a launch would have compiled for these arguments: aligned tensors, and integers specialised as
+    Triton does."""
     signature: dict[str, str] = {}
     fixed: dict[tuple[int], Any] = {}
     attributes: dict[tuple[int], list[list[Any]]] = {}
@@ -148,7 +153,8 @@ def source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
 
 
 def check(launches: list[Launch], capability: int, *, quick: bool) -> list[str]:
-    """What is wrong, a line each. Prints a line per kernel. ``quick``: the first launch of one kernel alone."""
+    """What is wrong, a line each. Prints a line per kernel. ``quick``: the first launch of one kernel
+    alone."""
     faults = []
     seen: set[str] = set()
     for kernel, arguments, options in launches:
@@ -156,14 +162,20 @@ def check(launches: list[Launch], capability: int, *, quick: bool) -> list[str]:
             continue
         seen.add(kernel.fn.__name__)
         began = time.process_time()
-        compiled = triton.compile(source(kernel, arguments), target=GPUTarget("cuda", capability, 32), options=options)
+        compiled = triton.compile(
+            source(kernel, arguments), target=GPUTarget("cuda", capability, 32), options=options
+        )
         shared = compiled.metadata.shared
         name = f"{kernel.fn.__name__} for sm_{capability}"
         sizes = {
-            key: constants(kernel, arguments).get(key) for key in ("HEAD_DIM", "WINDOW", "GROUP", "NUM_SPLITS", "SIZE", "BY_MASS")
+            key: constants(kernel, arguments).get(key)
+            for key in ("HEAD_DIM", "WINDOW", "GROUP", "NUM_SPLITS", "SIZE", "BY_MASS")
         }
         sizes = {key: value for key, value in sizes.items() if value is not None}
-        print(f"{name}: {shared} bytes of shared memory, {time.process_time() - began:.1f} s; {sizes}", flush=True)
+        print(
+            f"{name}: {shared} bytes of shared memory, {time.process_time() - began:.1f} s; {sizes}",
+            flush=True,
+        )
         if shared > SHARED_MEMORY[capability]:
             faults.append(f"{name} wants {shared} bytes of shared memory: {sizes}")
     return faults
@@ -175,11 +187,15 @@ def main() -> int:
     quick = parser.parse_args().quick
     faults: list[str] = []
     for capability in SHARED_MEMORY:
-        device = paged_attention.Device.of(SimpleNamespace(multi_processor_count=PROCESSORS, major=capability // 10))
+        device = paged_attention.Device.of(
+            SimpleNamespace(multi_processor_count=PROCESSORS, major=capability // 10)
+        )
         for size in SIZES:
             for dtype in (torch.bfloat16, torch.float32):
                 if not quick or (size, capability, dtype) == ("270m", 80, torch.bfloat16):
-                    faults += check(launches_of(partial(run_layers, size, dtype, device)), capability, quick=quick)
+                    faults += check(
+                        launches_of(partial(run_layers, size, dtype, device)), capability, quick=quick
+                    )
         if not quick or capability == 90:
             faults += check(launches_of(run_sampling), capability, quick=quick)
     print("\n".join(faults) or "All kernels compile and fit.")

@@ -1,7 +1,7 @@
 """Runs the tests of this folder on the CPU under Triton's interpreter, or with ``-m gpu`` on a CUDA device.
 
-Whether kernels are interpreted is fixed for the whole process when triton is first imported, so it is decided here, before any
-test module of this folder is.
+Whether kernels are interpreted is fixed for the whole process when triton is first imported, so it is decided
+here, before any test module of this folder is.
 """
 
 import importlib.util
@@ -38,7 +38,8 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _interpreted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton asks again whenever it imports more of itself. Servers that other tests start must not see it."""
+    """Triton asks again whenever it imports more of itself. Servers that other tests start must not see
+    it."""
     if not runs_on_device(request.config):
         monkeypatch.setenv("TRITON_INTERPRET", "1")
 

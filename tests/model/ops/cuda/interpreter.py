@@ -1,7 +1,8 @@
 """Makes Triton's interpreter several times faster.
 
-It redirects the whole language anew at each call of a function within a kernel, although the kernel's own start has done so
-already; makes a table of all types for each look-up of one; and adds every pair of integers twice, to see whether they overflow.
+It redirects the whole language anew at each call of a function within a kernel, although the kernel's own
+start has done so already; makes a table of all types for each look-up of one; and adds every pair of integers
+twice, to see whether they overflow.
 """
 
 from dataclasses import replace
@@ -22,7 +23,8 @@ def make_faster() -> None:
     known: dict[str, Any] = {}
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Only the first call per module: within triton's own library it reaches names that no kernel's start redirects.
+        # Only the first call per module: within triton's own library it reaches names that no kernel's start
+        # redirects.
         if id(self.fn.__globals__) not in redirected:
             redirected.add(id(self.fn.__globals__))
             redirect(self.fn)

@@ -1,4 +1,5 @@
-"""Paged attention equals the reference on every mix of chunks and decodes, whole and split, and reads nothing unseen."""
+"""Paged attention equals the reference on every mix of chunks and decodes, whole and split, and reads nothing
+unseen."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,8 +14,9 @@ from tests.model.ops.cuda.harness import DEVICE, DTYPES, cuda_ops, on, on_device
 
 pytestmark = on_device
 
-# float32: a score of up to 15 is a sum of up to 256 products in another order, off by a few 2^-21, and a weight is so relative to
-# itself. bfloat16: both sides round their result once, to neighbouring values at worst.
+# float32: a score of up to 15 is a sum of up to 256 products in another order, off by a few 2^-21, and a
+# weight is so relative to itself. bfloat16: both sides round their result once, to neighbouring values at
+# worst.
 TOLERANCE = {
     torch.float32: {"rtol": 2e-5, "atol": 1e-5},
     torch.bfloat16: {"rtol": 2.0**-7, "atol": 2.0**-10},
@@ -25,7 +27,11 @@ SCALE = 0.17
 @torch.inference_mode()
 def run(case: AttentionCase) -> torch.Tensor:
     case = on(DEVICE, case)
-    return cuda_ops(case.query.dtype).paged_attention(case.query, case.keys, case.values, case.metadata, SCALE).cpu()
+    return (
+        cuda_ops(case.query.dtype)
+        .paged_attention(case.query, case.keys, case.values, case.metadata, SCALE)
+        .cpu()
+    )
 
 
 def assert_equals_reference(case: AttentionCase) -> None:
@@ -86,14 +92,19 @@ def test_edges_of_blocks_windows_and_tiles(window: int | None) -> None:
 @pytest.mark.parametrize("window", [None, 512])
 @pytest.mark.parametrize("context", [129, 640])
 def test_a_split_context_is_put_together(context: int, window: int | None) -> None:
-    """One sequence alone leaves the device idle, so its context is split; some splits of the short ones are empty."""
+    """One sequence alone leaves the device idle, so its context is split; some splits of the short ones are
+    empty."""
     device = Device(num_processors=64, is_hopper=False)
     assert choose_num_splits(1, 1, window, device.num_processors) > 1
     case = attention_case(5, (1,), (context,), window=window, head_dim=16)
-    expected = reference_ops(torch.float32).paged_attention(case.query, case.keys, case.values, case.metadata, SCALE)
+    expected = reference_ops(torch.float32).paged_attention(
+        case.query, case.keys, case.values, case.metadata, SCALE
+    )
     there = on(DEVICE, case)
     with torch.inference_mode():
-        result = paged_attention.paged_attention(there.query, there.keys, there.values, there.metadata, SCALE, device)
+        result = paged_attention.paged_attention(
+            there.query, there.keys, there.values, there.metadata, SCALE, device
+        )
     torch.testing.assert_close(result.cpu(), expected, **TOLERANCE[torch.float32])
 
 
@@ -107,7 +118,8 @@ def test_the_number_of_splits_fills_the_device_and_no_more() -> None:
 
 
 def test_weights_keep_more_than_the_bits_of_bfloat16() -> None:
-    """Many equal weights: rounded to bfloat16 each, their sum would be off by far more than the result's own rounding."""
+    """Many equal weights: rounded to bfloat16 each, their sum would be off by far more than the result's own
+    rounding."""
     case = attention_case(9, (1,), (100,), head_dim=16, dtype=torch.bfloat16)
     case.values[:] = torch.where(case.values.isnan(), torch.nan, 1.0).to(torch.bfloat16)
     assert (run(case) == 1.0).all()

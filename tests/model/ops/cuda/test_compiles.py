@@ -1,4 +1,5 @@
-"""The kernels compile for GPUs and fit their shared memory, which needs no GPU; and the right backend is chosen."""
+"""The kernels compile for GPUs and fit their shared memory, which needs no GPU; and the right backend is
+chosen."""
 
 import builtins
 import logging

@@ -7,8 +7,8 @@ from tests.model.ops.cuda.harness import DEVICE, DTYPES, cuda_ops, on_device, ra
 
 pytestmark = on_device
 
-# float32: sums in another order and another exponential, a few units in the last place each. bfloat16: both sides round once or
-# more, and may land on neighbouring values: two units of 2^-8.
+# float32: sums in another order and another exponential, a few units in the last place each. bfloat16: both
+# sides round once or more, and may land on neighbouring values: two units of 2^-8.
 TOLERANCE = {
     torch.float32: {"rtol": 4e-6, "atol": 4e-6},
     torch.bfloat16: {"rtol": 2.0**-7, "atol": 2.0**-8},
@@ -35,11 +35,15 @@ def test_norms_equal_the_reference(shape: tuple[int, int], dtype: torch.dtype) -
 @pytest.mark.parametrize("shape", [(1, 2048), (3, 1025), (3, 5), (2, 1), (0, 4)])
 def test_geglu_equals_the_reference(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = (randn(shape[0], 2 * shape[1]) * 4).to(dtype)
-    torch.testing.assert_close(cuda_ops(dtype).geglu(x.to(DEVICE)).cpu(), reference_ops(dtype).geglu(x), **TOLERANCE[dtype])
+    torch.testing.assert_close(
+        cuda_ops(dtype).geglu(x.to(DEVICE)).cpu(), reference_ops(dtype).geglu(x), **TOLERANCE[dtype]
+    )
 
 
 def test_geglu_is_accurate_from_the_smallest_to_the_largest_gates() -> None:
-    gate = torch.cat((torch.linspace(-40, 40, 4001), torch.tensor([-1e30, -1e4, -1e-30, 0.0, 1e-30, 1e4, 1e30])))
+    gate = torch.cat(
+        (torch.linspace(-40, 40, 4001), torch.tensor([-1e30, -1e4, -1e-30, 0.0, 1e-30, 1e4, 1e30]))
+    )
     both = torch.cat((gate, torch.ones_like(gate)))[None]
     wide = gate.double()
     exact = wide * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (wide + 0.044715 * wide**3))
@@ -64,7 +68,13 @@ def test_not_finite_inputs_stay_visible() -> None:
     [(1, 4, 1, 256, 16, False), (17, 1, 1, 128, 8, True), (3, 2, 2, 32, 1, True), (20, 1, 1, 24, 4, False)],
 )
 def test_rope_and_cache_write_equal_the_reference(
-    num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, interleaved: bool, dtype: torch.dtype
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    interleaved: bool,
+    dtype: torch.dtype,
 ) -> None:
     qkv = randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
     q_scale, k_scale = randn(head_dim, seed=1), randn(head_dim, seed=2)
@@ -73,8 +83,12 @@ def test_rope_and_cache_write_equal_the_reference(
     slots = torch.randperm(num_blocks * block_size, generator=torch.Generator().manual_seed(4))[:num_tokens]
     results = []
     for ops in (cuda_ops(dtype), reference_ops(dtype)):
-        both = torch.full((num_blocks, 2, block_size, num_kv_heads, head_dim), -7.0, dtype=dtype, device=ops.device)
-        caches = (both[:, 0], both[:, 1]) if interleaved else (both[:, 0].contiguous(), both[:, 1].contiguous())
+        both = torch.full(
+            (num_blocks, 2, block_size, num_kv_heads, head_dim), -7.0, dtype=dtype, device=ops.device
+        )
+        caches = (
+            (both[:, 0], both[:, 1]) if interleaved else (both[:, 0].contiguous(), both[:, 1].contiguous())
+        )
         values = [tensor.to(ops.device) for tensor in (qkv, q_scale, k_scale, angles.cos(), angles.sin())]
         query = ops.qk_norm_rope_cache_write(*values, *caches, slots.to(ops.device), 1e-6)
         results.append([tensor.cpu() for tensor in (query, *caches)])
@@ -87,7 +101,10 @@ def test_a_token_without_a_slot_writes_nothing() -> None:
     """The padding of a decode batch."""
     ops = cuda_ops(torch.float32)
     caches = [torch.full((3, 4, 1, 16), -7.0, device=DEVICE) for _ in range(2)]
-    values = [tensor.to(DEVICE) for tensor in (randn(2, 48), torch.ones(16), torch.ones(16), randn(2, 8), randn(2, 8))]
+    values = [
+        tensor.to(DEVICE)
+        for tensor in (randn(2, 48), torch.ones(16), torch.ones(16), randn(2, 8), randn(2, 8))
+    ]
     ops.qk_norm_rope_cache_write(*values, *caches, torch.tensor([5, -1], device=DEVICE), 1e-6)
     for cache in caches:
         written = (cache.view(12, 16) != -7.0).all(-1)

@@ -1,4 +1,5 @@
-"""Decode steps as graphs with the kernels of the GPU: padded rows and wide tables change nothing but the order of sums."""
+"""Decode steps as graphs with the kernels of the GPU: padded rows and wide tables change nothing but the
+order of sums."""
 
 from dataclasses import replace
 
@@ -16,7 +17,8 @@ from model.ops.cuda.triton.common import INTERPRETED
 
 DEVICE = torch.device("cpu" if INTERPRETED.value else "cuda")
 pytestmark = pytest.mark.skipif(
-    DEVICE.type == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device, or TRITON_INTERPRET=1"
+    DEVICE.type == "cuda" and not torch.cuda.is_available(),
+    reason="needs a CUDA device, or TRITON_INTERPRET=1",
 )
 
 

@@ -1,4 +1,5 @@
-"""The int8 linear kernel against the product of the same weights in float32: under Triton's interpreter, or on a device."""
+"""The int8 linear kernel against the product of the same weights in float32: under Triton's interpreter, or
+on a device."""
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from model.ops.cuda.triton.int8_linear import MAX_ROWS, int8_linear
 
 DEVICE = torch.device("cpu" if INTERPRETED.value else "cuda")
 pytestmark = pytest.mark.skipif(
-    DEVICE.type == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device, or TRITON_INTERPRET=1"
+    DEVICE.type == "cuda" and not torch.cuda.is_available(),
+    reason="needs a CUDA device, or TRITON_INTERPRET=1",
 )
 
 
@@ -29,9 +31,13 @@ pytestmark = pytest.mark.skipif(
         (70, 64, 128, 1),  # several tiles of rows
     ],
 )
-def test_the_product_of_what_is_kept(num_rows: int, columns: int, depth: int, num_processors: int, dtype: torch.dtype) -> None:
+def test_the_product_of_what_is_kept(
+    num_rows: int, columns: int, depth: int, num_processors: int, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(columns)
-    weight = quantize_int8(torch.randn(columns, depth, generator=generator) * torch.logspace(-2, 1, columns)[:, None])
+    weight = quantize_int8(
+        torch.randn(columns, depth, generator=generator) * torch.logspace(-2, 1, columns)[:, None]
+    )
     x = torch.randn(num_rows, depth, generator=generator).to(dtype)
     result = int8_linear(x.to(DEVICE), weight.data.to(DEVICE), weight.scales.to(DEVICE), num_processors).cpu()
     assert result.dtype == dtype

@@ -1,4 +1,5 @@
-"""The whole network on the CUDA kernels: the same logits as the reference, and the recorded tokens on a real device."""
+"""The whole network on the CUDA kernels: the same logits as the reference, and the recorded tokens on a real
+device."""
 
 import json
 from pathlib import Path
@@ -17,12 +18,15 @@ pytestmark = on_device
 # Two float32 implementations that sum in different orders differ by about 1e-5 on logits of this size.
 TOLERANCE = 1e-4
 RECORDING = json.loads(
-    (Path(__file__).parent.parent.parent.parent / "golden" / "gemma3_270m_f32.json").read_text(encoding="utf-8")
+    (Path(__file__).parent.parent.parent.parent / "golden" / "gemma3_270m_f32.json").read_text(
+        encoding="utf-8"
+    )
 )["cases"]
 
 
 def test_logits_and_tokens_equal_those_of_transformers() -> None:
-    """A prompt in chunks and then token by token, through shuffled, recycled and poisoned blocks, beside another sequence."""
+    """A prompt in chunks and then token by token, through shuffled, recycled and poisoned blocks, beside
+    another sequence."""
     model = load_tiny("mqa_layer_types", cuda_ops(torch.float32))
     token_ids, expected = expected_logits("mqa_layer_types")
     harness = Harness(model, model.ops, block_size=4, num_tokens=64, num_seqs=2)

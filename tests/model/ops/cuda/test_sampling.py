@@ -22,9 +22,17 @@ def large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def draw(
-    logits: torch.Tensor, temperature: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor, uniform: torch.Tensor
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    uniform: torch.Tensor,
 ) -> torch.Tensor:
-    return cuda_ops(torch.float32).draw(*(tensor.to(DEVICE) for tensor in (logits, temperature, top_p, min_p, uniform))).cpu()
+    return (
+        cuda_ops(torch.float32)
+        .draw(*(tensor.to(DEVICE) for tensor in (logits, temperature, top_p, min_p, uniform)))
+        .cpu()
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -44,12 +52,19 @@ def test_argmax_takes_the_lowest_id_among_equals(size: int) -> None:
     logits[1, best] = 100.0
     logits[2] = -torch.inf
     logits[2, size - 1] = -5.0
-    assert cuda_ops(torch.float32).argmax(logits.to(DEVICE)).tolist() == [int(logits[0].argmax()), best[0], size - 1]
+    assert cuda_ops(torch.float32).argmax(logits.to(DEVICE)).tolist() == [
+        int(logits[0].argmax()),
+        best[0],
+        size - 1,
+    ]
 
 
-@pytest.mark.parametrize(("size", "k"), [(7, 7), (5000, 500), *([(7, 3), (4096, 64), (VOCABULARY, 64)] if ON_GPU else [])])
+@pytest.mark.parametrize(
+    ("size", "k"), [(7, 7), (5000, 500), *([(7, 3), (4096, 64), (VOCABULARY, 64)] if ON_GPU else [])]
+)
 def test_top_candidates_equal_the_reference(size: int, k: int) -> None:
-    """Rows: plain, full of ties at the border of the k too, both zeros among them; nearly all masked; all the same."""
+    """Rows: plain, full of ties at the border of the k too, both zeros among them; nearly all masked; all the
+    same."""
     logits = randn(4, size, seed=size) * 4
     logits[1] = logits[1].round()
     logits[2, torch.arange(size) % 50 != size % 50 - 1] = -torch.inf
@@ -60,8 +75,14 @@ def test_top_candidates_equal_the_reference(size: int, k: int) -> None:
     theirs = REFERENCE.top_candidates(logits, k, temperature)
     assert torch.equal(ours.values.cpu(), theirs.values)
     assert torch.equal(ours.token_ids.cpu(), theirs.token_ids)
-    exact = ((logits.double() - logits.double().amax(-1, keepdim=True)) / temperature.double()[:, None]).exp().sum(-1).log()
-    # A unit in the last place of each exponential; at a temperature of 0.01, of arguments up to 1,000 times as large.
+    exact = (
+        ((logits.double() - logits.double().amax(-1, keepdim=True)) / temperature.double()[:, None])
+        .exp()
+        .sum(-1)
+        .log()
+    )
+    # A unit in the last place of each exponential; at a temperature of 0.01, of arguments up to 1,000 times
+    # as large.
     torch.testing.assert_close(ours.log_total.cpu().double(), exact, rtol=2e-6, atol=2e-6)
 
 
@@ -73,8 +94,11 @@ def inside_what_is_kept(
     uniform: torch.Tensor,
     drawn: torch.Tensor,
 ) -> None:
-    """By sorting, in float64. The kernels' masses are float32 exponentials: a border may be off by a few 2^-24 of the whole."""
-    weights = ((logits.double() - logits.double().amax(-1, keepdim=True)) / temperature.double()[:, None]).exp()
+    """By sorting, in float64. The kernels' masses are float32 exponentials: a border may be off by a few
+    2^-24 of the whole."""
+    weights = (
+        (logits.double() - logits.double().amax(-1, keepdim=True)) / temperature.double()[:, None]
+    ).exp()
     sorted_weights, order = weights.sort(dim=-1, descending=True, stable=True)
     share = sorted_weights / sorted_weights.sum(-1, keepdim=True)
     before = share.cumsum(-1) - share
@@ -100,7 +124,8 @@ def inside_what_is_kept(
 
 @pytest.mark.parametrize("size", [5000, *([7] if ON_GPU else [])])
 def test_draw_inverts_the_cumulative_distribution_of_what_is_kept(size: int) -> None:
-    """Peaked to flat rows with masks and, by rounding, values that many tokens share; all kinds of cuts and draws."""
+    """Peaked to flat rows with masks and, by rounding, values that many tokens share; all kinds of cuts and
+    draws."""
     rows = 8
     generator = torch.Generator().manual_seed(size)
     logits = (randn(rows, size, seed=7) * torch.linspace(0, 8, rows)[:, None]).round(decimals=1)

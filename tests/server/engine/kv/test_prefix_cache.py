@@ -10,7 +10,9 @@ from tests.server.engine.scheduler.test_scheduler import prompt
 
 
 @pytest.mark.parametrize("length", [4, 8, 12, 16, 32, 33, 64])
-def test_an_identical_prompt_hits_up_to_its_last_full_block_and_recomputes_at_least_one_token(length: int) -> None:
+def test_an_identical_prompt_hits_up_to_its_last_full_block_and_recomputes_at_least_one_token(
+    length: int,
+) -> None:
     engine = Harness()
     tokens = []
     for _ in range(3):
@@ -68,7 +70,9 @@ def test_the_next_turn_of_a_chat_hits_up_to_the_last_full_block_of_the_turn_befo
 
 
 def test_a_hit_needs_the_window_in_the_local_pool_too() -> None:
-    engine = Harness(num_global_blocks=300, max_num_seqs=1, max_num_batched_tokens=8)  # a local pool of 6 blocks
+    engine = Harness(
+        num_global_blocks=300, max_num_seqs=1, max_num_batched_tokens=8
+    )  # a local pool of 6 blocks
     first = engine.add(prompt(40), max_tokens=1)
     engine.run()
     for i in range(3):

@@ -1,5 +1,6 @@
-"""Steps that are launched before the results of the one before them are read: requests get what they get without, token for
-token, whatever ends, fails, leaves or comes meanwhile; and no block is given away while a step that uses it is under way."""
+"""Steps that are launched before the results of the one before them are read: requests get what they get
+without, token for token, whatever ends, fails, leaves or comes meanwhile; and no block is given away while a
+step that uses it is under way."""
 
 import argparse
 import random
@@ -47,12 +48,13 @@ def first_decode(engine: Harness, count: int = 4, max_tokens: int = 30, **sampli
     return requests
 
 
-# -- whole runs ----------------------------------------------------------------------------------------------------------------
+# -- whole runs ----------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Plan:
-    """Requests that come, and what happens to them, by what they have got so far: the same however long the steps take."""
+    """Requests that come, and what happens to them, by what they have got so far: the same however long the
+    steps take."""
 
     prompts: list[list[int]]
     settings: list[dict[str, Any]]
@@ -65,7 +67,11 @@ def random_plan(seed: int, count: int = 30) -> Plan:
     plan = Plan([], [])
     for index in range(count):
         plan.prompts.append(shared[: choose.randrange(40)] + prompt(choose.randrange(1, 12), index))
-        settings: dict[str, Any] = {"max_tokens": choose.randrange(1, 40), "stop_token_ids": STOPS, "seed": index}
+        settings: dict[str, Any] = {
+            "max_tokens": choose.randrange(1, 40),
+            "stop_token_ids": STOPS,
+            "seed": index,
+        }
         if choose.random() < 0.1:
             settings["logprobs"] = 1
         if choose.random() < 0.1:
@@ -116,7 +122,9 @@ def test_every_request_gets_what_it_gets_without(seed: int, pools: dict[str, Any
     expected, actual = (carry_out(plan, engine, steps_between=3) for engine in engines)
     assert actual == expected
     assert {end for end in actual[1] if isinstance(end, str)} == {NOT_FINITE}
-    assert {end[0] for end in actual[1] if isinstance(end, tuple)} == {"stop", "length", None}, "None: aborted"
+    assert {end[0] for end in actual[1] if isinstance(end, tuple)} == {"stop", "length", None}, (
+        "None: aborted"
+    )
     assert num_launched_ahead(engines[1]) > 20
     if "over_admission" in pools:
         assert engines[1].core.stats.preemptions_total > 0
@@ -136,7 +144,7 @@ def test_a_device_with_little_memory_gives_the_same_tokens(memory: int) -> None:
     assert engine.runner.num_refused > 0
 
 
-# -- one thing at a time -------------------------------------------------------------------------------------------------------
+# -- one thing at a time -------------------------------------------------------------------------------------
 
 
 def test_while_all_decode_every_step_is_launched_before_the_results_of_the_last_one_are_read() -> None:
@@ -169,12 +177,16 @@ def test_a_token_behind_the_end_is_neither_delivered_nor_counted_and_its_blocks_
     engine.step()
     assert not engine.core.scheduler._held
     assert requests[1] not in engine.kv.tables
-    assert (*prompt(6, 1), *tokens[:11]) in engine.runner.num_computed, "what was drawn last was run, for nothing"
+    assert (*prompt(6, 1), *tokens[:11]) in engine.runner.num_computed, (
+        "what was drawn last was run, for nothing"
+    )
     assert engine.core.scheduler._group is not None, "the others are a group again"
     engine.run()
     assert engine.tokens(requests[1]) == tokens[:11]
     for i in (0, 2, 3):
-        assert engine.tokens(requests[i]) == until_stop(expected_tokens(prompt(5 + i, i), 30), frozenset({stop}))
+        assert engine.tokens(requests[i]) == until_stop(
+            expected_tokens(prompt(5 + i, i), 30), frozenset({stop})
+        )
 
 
 def test_the_others_stay_ahead_when_one_ends() -> None:
@@ -241,7 +253,8 @@ def test_steps_are_launched_ahead_while_what_waits_cannot_be_admitted() -> None:
 
 @pytest.mark.parametrize("full", [{"max_num_seqs": 2}, {"num_global_blocks": 21}], ids=["sequences", "pool"])
 def test_steps_stay_ahead_while_others_queue_behind_what_cannot_be_admitted(full: dict[str, int]) -> None:
-    """A server with more requests than it can run: one that comes in every step must not end the lead of the device."""
+    """A server with more requests than it can run: one that comes in every step must not end the lead of the
+    device."""
     engine = ahead(**full)
     requests = first_decode(engine, count=2, max_tokens=28)
     first = engine.add(prompt(60, 5), max_tokens=3)
@@ -325,7 +338,8 @@ def test_the_times_of_steps_do_not_overlap() -> None:
 
 
 def test_what_waits_for_room_in_a_step_is_not_forgotten() -> None:
-    """After a lack of memory, steps grow by a token each: the ones that decode must not stay ahead of what waits for that."""
+    """After a lack of memory, steps grow by a token each: the ones that decode must not stay ahead of what
+    waits for that."""
     engine = ahead()
     first_decode(engine)
     engine.core.scheduler.max_step_tokens = 4
@@ -347,7 +361,12 @@ def test_a_row_that_is_not_finite_ends_alone_and_its_block_is_not_published() ->
     assert engine.tokens(requests[1]) == tokens[:10]
     assert engine.core.stats.numerical_faults_total == 1
     hashes = engine.kv._hashes.of(request, 4)
-    assert [engine.kv.global_pool.find(content_hash) is None for content_hash in hashes] == [False, False, False, True]
+    assert [engine.kv.global_pool.find(content_hash) is None for content_hash in hashes] == [
+        False,
+        False,
+        False,
+        True,
+    ]
     for i in (0, 2, 3):
         assert engine.tokens(requests[i]) == expected_tokens(prompt(5 + i, i), 30)
 
@@ -377,7 +396,9 @@ def test_a_step_ahead_without_memory_is_run_in_parts_once_its_tokens_are_known()
     engine.runner.memory = 3
     engine.step()
     assert engine.core._ahead is None
-    assert (engine.runner.num_refused, engine.core.stats.memory_faults_total) == (1, 0), "what was given up is not counted"
+    assert (engine.runner.num_refused, engine.core.stats.memory_faults_total) == (1, 0), (
+        "what was given up is not counted"
+    )
     engine.step()
     assert (engine.runner.num_refused, engine.core.stats.memory_faults_total) == (2, 1)
     engine.runner.memory = None
@@ -418,7 +439,7 @@ def test_a_runner_that_only_runs_whole_steps_is_refused() -> None:
         EngineCore(engine.runner, engine.kv, engine.config, async_scheduling=True)
 
 
-# -- planted faults ------------------------------------------------------------------------------------------------------------
+# -- planted faults ------------------------------------------------------------------------------------------
 
 
 def free_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,7 +455,9 @@ def free_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def take_tokens_by_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        DrawnTokens, "__init__", lambda self, step, chunks: _set(self, step, None if chunks is None else np.arange(len(chunks)))
+        DrawnTokens,
+        "__init__",
+        lambda self, step, chunks: _set(self, step, None if chunks is None else np.arange(len(chunks))),
     )
 
 
@@ -465,7 +488,9 @@ def test_a_planted_fault_is_found(
         assert carry_out(plan, ahead(num_global_blocks=400), steps_between=4) == expected
 
 
-def test_asking_for_it_with_tensor_parallelism_is_answered_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_asking_for_it_with_tensor_parallelism_is_answered_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     several = {"tensor_parallel_size": 2}
     assert not schedules_ahead(load_settings(several, {}), "cuda")
     assert not caplog.messages

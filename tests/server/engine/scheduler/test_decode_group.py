@@ -1,4 +1,5 @@
-"""Requests that decode together as arrays: what takes one of them out of the group leaves the others as they are."""
+"""Requests that decode together as arrays: what takes one of them out of the group leaves the others as they
+are."""
 
 from collections.abc import Sequence
 
@@ -87,7 +88,11 @@ def test_one_that_was_preempted_and_finds_itself_in_the_prefix_cache_joins_those
     while engine.core.has_work:
         group, num_admissions = engine.core.scheduler._group, engine.kv.num_admissions
         engine.step()
-        joined = joined or (group is not None and engine.kv.num_admissions > num_admissions and len(engine.runner.steps[-1]) == 2)
+        joined = joined or (
+            group is not None
+            and engine.kv.num_admissions > num_admissions
+            and len(engine.runner.steps[-1]) == 2
+        )
     assert joined
     assert engine.core.stats.preemptions_total > 0
     for request, count in zip(requests, (60, 40), strict=True):

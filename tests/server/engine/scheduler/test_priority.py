@@ -4,7 +4,9 @@ from tests.server.engine.harness import Harness, expected_tokens
 
 
 def add(harness: Harness, name: str, priority: int, max_tokens: int = 3, length: int = 6) -> str:
-    return harness.add([ord(name), *range(length - 1)], max_tokens=max_tokens, request_id=name, priority=priority)
+    return harness.add(
+        [ord(name), *range(length - 1)], max_tokens=max_tokens, request_id=name, priority=priority
+    )
 
 
 def order_of_start(harness: Harness) -> list[str]:

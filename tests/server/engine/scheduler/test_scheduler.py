@@ -46,7 +46,10 @@ def test_a_growing_request_holds_a_constant_number_of_local_blocks_while_recycli
         if engine.core.scheduler.running and engine.outputs["r0"]:
             request = engine.core.scheduler.running[0]
             held.add(engine.spec.blocks(request.num_computed_tokens, 1).local_blocks)
-            assert engine.kv.local_pool.num_used <= engine.spec.blocks(request.num_computed_tokens, 1).local_blocks
+            assert (
+                engine.kv.local_pool.num_used
+                <= engine.spec.blocks(request.num_computed_tokens, 1).local_blocks
+            )
             recycled.append(engine.core.stats.recycled_blocks_total)
     assert held == {8 // 4 + 1}
     assert recycled == sorted(recycled)
@@ -135,12 +138,16 @@ def test_preempted_requests_resume_with_the_same_tokens_logprobs_and_counts() ->
         engine.run()
         alone[i] = engine.outputs[request]
     engine = Harness(num_global_blocks=20)  # 76 tokens for six requests of 40
-    requests = [engine.add(prompt(10, i), max_tokens=30, seed=i, logprobs=0, prompt_logprobs=0) for i in range(6)]
+    requests = [
+        engine.add(prompt(10, i), max_tokens=30, seed=i, logprobs=0, prompt_logprobs=0) for i in range(6)
+    ]
     engine.run()
     assert engine.core.stats.preemptions_total > 0
     for i, request in enumerate(requests):
         for field in ("token_ids", "logprobs", "prompt_logprobs", "finish_reason", "num_cached_tokens"):
-            assert [getattr(o, field) for o in engine.outputs[request]] == [getattr(o, field) for o in alone[i]]
+            assert [getattr(o, field) for o in engine.outputs[request]] == [
+                getattr(o, field) for o in alone[i]
+            ]
     assert any(engine.outputs[r][-1].timings.num_preemptions for r in requests)  # type: ignore[union-attr]
 
 
@@ -166,13 +173,21 @@ def test_no_request_is_admitted_in_a_step_that_preempted() -> None:
     assert engine.core.stats.preemptions_total > 0
 
 
-@pytest.mark.parametrize("phase", ["queued", "half prefilled", "decoding", "preempted", "finished", "unknown"])
+@pytest.mark.parametrize(
+    "phase", ["queued", "half prefilled", "decoding", "preempted", "finished", "unknown"]
+)
 def test_abort_works_in_every_phase_and_is_idempotent(phase: str) -> None:
     engine = Harness(num_global_blocks=20, max_num_seqs=2, max_num_batched_tokens=8, over_admission=True)
     first = engine.add(prompt(30, 1), max_tokens=30)
     second = engine.add(prompt(30, 2), max_tokens=30)
     third = engine.add(prompt(5, 3), max_tokens=3)
-    target = {"queued": third, "half prefilled": first, "decoding": first, "preempted": second, "finished": first}.get(phase, "?")
+    target = {
+        "queued": third,
+        "half prefilled": first,
+        "decoding": first,
+        "preempted": second,
+        "finished": first,
+    }.get(phase, "?")
     statuses = {r.request_id: r for r in [*engine.core.scheduler.waiting]}
     if phase == "half prefilled":
         engine.step()
@@ -243,7 +258,8 @@ class FastRunner:
 
 
 def test_from_1k_to_30k_tokens_one_request_holds_the_same_number_of_local_blocks() -> None:
-    """The window and blocks of the 270M. Each decode step holds W / B + 1 local blocks, and what recycling frees is reused."""
+    """The window and blocks of the 270M. Each decode step holds W / B + 1 local blocks, and what recycling
+    frees is reused."""
     spec = KVCacheSpec(16, 512, num_global_layers=3, num_local_layers=15, bytes_per_token_per_layer=1024)
     kv = KVCacheManager(spec, 30_100 // 16 + 2, spec.local_pool_blocks(1, 512), prefix_caching=False)
     core = EngineCore(FastRunner(), kv, SchedulerConfig(1, 512, 30_000))
@@ -258,7 +274,8 @@ def test_from_1k_to_30k_tokens_one_request_holds_the_same_number_of_local_blocks
         core.step()
         if core.has_work:
             computed = request.num_computed_tokens
-            # After the step the tail has moved already: what it held while running is what it holds plus what it gave back.
+            # After the step the tail has moved already: what it held while running is what it holds plus what
+            # it gave back.
             held.add(kv.local_pool.num_used + core.stats.recycled_blocks_total - before)
             assert kv.global_pool.num_used == -(-computed // 16)
             rises += core.stats.recycled_blocks_total > before

@@ -1,8 +1,10 @@
-"""A random walk over block manager and scheduler: admit, grow, chunk, preempt, abort, finish, hit and evict, all invariants held.
+"""A random walk over block manager and scheduler: admit, grow, chunk, preempt, abort, finish, hit and evict,
+all invariants held.
 
-The runner of the harness verifies after every step that each key the network would read is in the block its table names. The
-pools are so small that preemption and eviction happen all the time. A second walk launches steps before the results of the one
-before them are read, over a device that computes as late as it may. The last tests plant faults and expect them to be found.
+The runner of the harness verifies after every step that each key the network would read is in the block its
+table names. The pools are so small that preemption and eviction happen all the time. A second walk launches
+steps before the results of the one before them are read, over a device that computes as late as it may. The
+last tests plant faults and expect them to be found.
 """
 
 import random
@@ -62,7 +64,8 @@ class EngineMachine(RuleBasedStateMachine):
             block_size=block_size,
             window=window,
             num_global_blocks=num_global_blocks,
-            num_local_blocks=spec.local_pool_blocks(max_num_seqs, max_num_batched_tokens) + spare_local_blocks,
+            num_local_blocks=spec.local_pool_blocks(max_num_seqs, max_num_batched_tokens)
+            + spare_local_blocks,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             over_admission=over_admission,
@@ -81,7 +84,9 @@ class EngineMachine(RuleBasedStateMachine):
         source = random.Random(seed)
         tokens = [source.randrange(5) for _ in range(25)][: min(length, self.engine.config.max_model_len - 1)]
         stops = self.stops_of_some if max_tokens % 2 else frozenset[int]()
-        request = self.engine.add(tokens, max_tokens=max_tokens, salt=salt, priority=priority, stop_token_ids=stops)
+        request = self.engine.add(
+            tokens, max_tokens=max_tokens, salt=salt, priority=priority, stop_token_ids=stops
+        )
         self.prompts[request] = (tokens, max_tokens, stops)
         seen["admit"] += 1
 
@@ -113,7 +118,10 @@ class EngineMachine(RuleBasedStateMachine):
         engine.core.scheduler.check_invariants()
         seen["held"] += len(engine.core.scheduler._held)
         for request in engine.core.scheduler.running:
-            held = len(engine.kv.tables[request.request_id].local_blocks) - engine.kv.tables[request.request_id].num_recycled
+            held = (
+                len(engine.kv.tables[request.request_id].local_blocks)
+                - engine.kv.tables[request.request_id].num_recycled
+            )
             running = max(1, request.num_uncomputed_tokens)
             assert held <= engine.spec.blocks(request.num_computed_tokens, running).local_blocks
         for request_id, (tokens, max_tokens, stops) in self.prompts.items():
@@ -138,7 +146,11 @@ class EngineMachine(RuleBasedStateMachine):
         seen["evict local"] += stats.pools["local"].evicted_total
         seen["recycle"] += stats.recycled_blocks_total
         seen["limited local"] += stats.prefix_limited_total["local"]
-        unfinished = [r for r in self.prompts if r not in self.aborted and not (engine.outputs[r] and engine.finish_reason(r))]
+        unfinished = [
+            r
+            for r in self.prompts
+            if r not in self.aborted and not (engine.outputs[r] and engine.finish_reason(r))
+        ]
         assert not unfinished
 
 
@@ -176,7 +188,8 @@ def walk(machine: type[EngineMachine] = EngineMachine, examples: int = EXAMPLES)
 
 
 def walk_until(machine: type[EngineMachine], examples: int, num_steps: int, events: Sequence[str]) -> None:
-    """Longer walks, until one has met all of this: what a walk meets depends on which modules hypothesis finds loaded."""
+    """Longer walks, until one has met all of this: what a walk meets depends on which modules hypothesis
+    finds loaded."""
     for length in (examples, 3 * examples, 9 * examples):
         seen.clear()
         walk(machine, length)
@@ -186,7 +199,17 @@ def walk_until(machine: type[EngineMachine], examples: int, num_steps: int, even
     raise AssertionError(f"the walk never met {missing} in {seen['step']} steps")
 
 
-EVENTS = ("arrays", "preempt", "hit", "evict", "evict local", "recycle", "finish", "abort waiting", "abort running")
+EVENTS = (
+    "arrays",
+    "preempt",
+    "hit",
+    "evict",
+    "evict local",
+    "recycle",
+    "finish",
+    "abort waiting",
+    "abort running",
+)
 
 
 def test_random_walks_hold_every_invariant() -> None:
@@ -198,7 +221,9 @@ def test_random_walks_one_step_ahead_hold_every_invariant() -> None:
 
 
 def recycle_one_block_too_early(original: Callable[[KVCacheSpec, int], int]) -> object:
-    return lambda self, num_computed: original(self, num_computed) + (1 if num_computed >= 2 * self.sliding_window else 0)
+    return lambda self, num_computed: (
+        original(self, num_computed) + (1 if num_computed >= 2 * self.sliding_window else 0)
+    )
 
 
 def forget_a_touch(original: Callable[[BlockPool, int], None]) -> object:

@@ -66,21 +66,28 @@ def test_runaway_templates_are_stopped(template: str) -> None:
     started = time.process_time()
     with pytest.raises(ChatTemplateError):
         render(template)
-    # Twice (the template is probed when it is compiled) a few hundred thousand steps; minutes or the memory limit if unbounded.
+    # Twice (the template is probed when it is compiled) a few hundred thousand steps; minutes or the memory
+    # limit if unbounded.
     assert time.process_time() - started < 30
 
 
 @pytest.mark.parametrize(
     ("template", "text"),
     [
-        ("{% for i in range(3) %}{{ loop.index }}/{{ loop.length }}{{ '' if loop.last else ',' }}{% endfor %}", "1/3,2/3,3/3"),
+        (
+            "{% for i in range(3) %}{{ loop.index }}/{{ loop.length }}{{ '' if loop.last else ',' }}{% endfor %}",
+            "1/3,2/3,3/3",
+        ),
         ("{% for i in [1, 2, 3, 4] if i % 2 == 0 %}{{ i }}{% else %}none{% endfor %}", "24"),
         ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
         ("{{ 'a' ~ 1 ~ ('b' ~ none) }}", "a1bNone"),
         ("{{ ['a', 'b'] | join('-') }}{{ [{'n': 1}, {'n': 2}] | join('+', attribute='n') }}", "a-b1+2"),
         ("{{ {'a': '<é>'} | tojson }}", '{"a": "<é>"}'),
         ("{{ '%s-%s' % ('a', 'b') }}{{ '%s' | format('c') }}{{ '{}'.format('d') }}", "a-bcd"),
-        ("{{ 'aXb'.replace('X', 'Y') }}{{ 'aXa' | replace('a', 'b', 1) }}{{ ','.join(['p', 'q']) }}", "aYbbXap,q"),
+        (
+            "{{ 'aXb'.replace('X', 'Y') }}{{ 'aXa' | replace('a', 'b', 1) }}{{ ','.join(['p', 'q']) }}",
+            "aYbbXap,q",
+        ),
         ("{% for c in [[1, [2]]] recursive %}{{ loop(c) if c is iterable else c }}{% endfor %}", "12"),
         ("{{ strftime_now('%Y') | length }}", "4"),
     ],

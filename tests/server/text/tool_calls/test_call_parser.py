@@ -1,4 +1,5 @@
-"""Calls are found in a text however it arrives, nothing of them is content, and everything else is, as soon as it can be."""
+"""Calls are found in a text however it arrives, nothing of them is content, and everything else is, as soon
+as it can be."""
 
 import itertools
 import json
@@ -50,9 +51,17 @@ CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
         [("get", "{}"), ("put", "{}")],
     ),
     ('```tool_code\n{"name":"get","parameters":{}}\n```', "", [("get", "{}")]),
-    ('```\n{"name":"get","parameters":{}}\n{"name":"put","parameters":{}}\n```\n', "", [("get", "{}"), ("put", "{}")]),
+    (
+        '```\n{"name":"get","parameters":{}}\n{"name":"put","parameters":{}}\n```\n',
+        "",
+        [("get", "{}"), ("put", "{}")],
+    ),
     ('{"name":"get","parameters":{}}, {"name":"put","parameters":{}}', "", [("get", "{}"), ("put", "{}")]),
-    ('[{"name":"get","parameters":{}},{"name":"unknown","parameters":{}}] and more', " and more", [("get", "{}")]),
+    (
+        '[{"name":"get","parameters":{}},{"name":"unknown","parameters":{}}] and more',
+        " and more",
+        [("get", "{}")],
+    ),
     # No calls: another name, another form, not at the start of a line, code in another language.
     ('{"name": "Bob", "parameters": {}}', '{"name": "Bob", "parameters": {}}', []),
     ('{"name":"getter","parameters":{}}', '{"name":"getter","parameters":{}}', []),
