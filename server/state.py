@@ -1,5 +1,6 @@
 """What the HTTP layer knows about the server's life: loading, ready, draining, dead. One object per
-application, changed in the event loop only."""
+application, changed in the event loop only; ``is_stopping`` also by the handler of signals, between any two
+of the loop's own instructions."""
 
 import asyncio
 import hashlib

@@ -97,7 +97,9 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called in the main thread, wherever the event loop stands just then: nothing of the loop's may be
-        touched here."""
+        touched here. New requests are refused from now on; uvicorn looks for ``should_exit`` only ten times a
+        second, and drains then."""
+        self._state.is_stopping = True
         self._is_told_twice = self.should_exit
         self._captured_signals.append(sig)
         self.should_exit = True

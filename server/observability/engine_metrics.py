@@ -57,8 +57,10 @@ class EngineCollector(Collector):
         view = self._view
         engine = view.engine
         stats = EngineStats() if engine is None else engine.stats
-        yield _gauge("ready", "1 while requests are served.", float(view.is_ready))
+        # In this order, since a signal may come between the two: a server that drains is never said to be
+        # ready.
         yield _gauge("draining", "1 while shutting down.", float(view.is_draining))
+        yield _gauge("ready", "1 while requests are served.", float(view.is_ready))
         yield from self._infos()
         yield _gauge(
             "queue_limit_requests",

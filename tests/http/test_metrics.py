@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from server.observability import metrics
+from server.observability.engine_metrics import EngineCollector
 from server.observability.metrics import ROUTES, route_template
 from tests.fakes import BOS, HANG, FakeRunner, fake_engine_factory
 from tests.http.live_server import LiveServer, live_server
@@ -306,6 +307,17 @@ def test_nobody_waits_for_a_scrape() -> None:
             for scrape in scrapes:
                 scrape.join(60)
         assert ["\nslow 1.0\n" in text for text in texts] == [True] * 3
+
+
+def test_a_signal_amid_a_scrape_makes_no_server_that_is_ready_and_drains() -> None:
+    values: dict[str, float] = {}
+    with live_server() as server:
+        state = server.app.state.server
+        for metric in EngineCollector(state).collect():
+            if metric.name in ("gemserve_ready", "gemserve_draining"):
+                values[metric.name] = metric.samples[0].value
+                state.is_stopping = True
+    assert values == {"gemserve_draining": 0.0, "gemserve_ready": 0.0}
 
 
 def test_metrics_can_have_a_port_of_their_own(server: LiveServer) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from server.loading.load import load_engine
 from tests.http.live_server import live_server
-from tests.server.cli.processes import ROOT, wait_for_line
+from tests.server.cli.processes import ROOT, line_with, wait_for_lines
 from tests.tiny import write_tiny_folder
 
 DEADLINE = 120
@@ -70,9 +70,8 @@ def serving(folder: Path) -> Iterator[Served]:
     ]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
-            lines = wait_for_line(process, "listening on")
-            port = lines[-1].rsplit(":", 1)[1].strip()
-            lines += wait_for_line(process, "ready: serving")
+            lines = wait_for_lines(process, "listening on", "ready: serving")
+            port = line_with("listening on", lines).rsplit(":", 1)[1].strip()
             yield Served(process, f"http://127.0.0.1:{port}", lines)
         finally:
             process.kill()

@@ -6,7 +6,6 @@ image's own configuration. The network is this machine's."""
 import contextlib
 import signal
 import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,5 +110,4 @@ def mounted_image(image: str) -> Iterator[str]:
         yield output("buildah", "mount", name).strip()
     finally:
         output("buildah", "umount", name)
-        time.sleep(0.1)
         output("buildah", "rm", name)

@@ -1,14 +1,16 @@
-"""The process of ``gemserve serve`` with its loading replaced to be quick, to hang or to fail."""
+"""The process of ``gemserve serve`` with its loading replaced to be quick, to hang or to fail, or its
+shutdown to come late."""
 
 import re
 import signal
 import subprocess
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from tests.server.cli.processes import start_program, wait_for_line
+from tests.server.cli.processes import line_with, start_program, wait_for_lines
 
 PROGRAM = """
-import sys, time
+import os, signal, sys, time
 import model.checkpoint.open, server.cli.serving as serving
 from model.interface.errors import CheckpointError
 from server.engine.async_engine import AsyncEngine, EngineLimits
@@ -46,6 +48,25 @@ def endless(settings, report_phase, checkpoint):
     print("loading now", file=sys.stderr, flush=True)
     time.sleep(60)
 
+late_shutdown = fake_model
+
+class LateServer(serving.Server):  # says when it has handled a signal, and begins to shut down once it is told to by SIGUSR1
+    may_shut_down = False
+
+    def handle_exit(self, sig, frame):
+        super().handle_exit(sig, frame)
+        os.write(2, b"signal handled\\n")
+
+    async def on_tick(self, counter):
+        return await super().on_tick(counter) and self.may_shut_down
+
+def let_shut_down(sig, frame):
+    LateServer.may_shut_down = True
+
+if sys.argv[1] == "late_shutdown":
+    serving.Server = LateServer
+    signal.signal(signal.SIGUSR1, let_shut_down)
+
 model.checkpoint.open.open_checkpoint = lambda *args, **kwargs: None
 serving.load_engine = globals()[sys.argv[1]]
 try:
@@ -58,15 +79,14 @@ except KeyboardInterrupt:
 
 def start(
     behaviour: str, shutdown_timeout: float = 30, step_timeout: float = 0, port: int = 0
-) -> subprocess.Popen[str]:
+) -> AbstractContextManager[subprocess.Popen[str]]:
     return start_program(PROGRAM, behaviour, str(port), str(shutdown_timeout), str(step_timeout))
 
 
 def wait_until_ready(process: subprocess.Popen[str]) -> int:
     """The port."""
-    port = int(wait_for_line(process, "listening on")[-1].rsplit(":", 1)[1])
-    wait_for_line(process, "ready: serving")
-    return port
+    lines = wait_for_lines(process, "listening on", "ready: serving")
+    return int(line_with("listening on", lines).rsplit(":", 1)[1])
 
 
 def wait_until_caught(process: subprocess.Popen[str], signum: signal.Signals) -> None:

@@ -7,11 +7,12 @@ import signal
 import socket
 import subprocess
 import time
+from contextlib import AbstractContextManager
 
 import httpx
 
 from tests.fakes import BOS, HANG
-from tests.server.cli.processes import start_program, wait_for_line
+from tests.server.cli.processes import line_with, start_program, wait_for_lines
 
 get = functools.partial(httpx.get, timeout=60)
 
@@ -33,15 +34,14 @@ sys.exit(serving.serve(Settings(port=0, **dict(pair.split("=") for pair in sys.a
 """
 
 
-def start(**settings: str) -> subprocess.Popen[str]:
+def start(**settings: str) -> AbstractContextManager[subprocess.Popen[str]]:
     return start_program(PROGRAM, *(f"{name}={value}" for name, value in settings.items()))
 
 
 def test_metrics_on_their_own_port_need_no_key_and_are_there_until_the_end_of_the_drain() -> None:
     with start(metrics_port="0", api_key="secret", shutdown_timeout="60") as process:
-        metrics = wait_for_line(process, "metrics on")[-1].split()[-1]
-        main = wait_for_line(process, "listening on")[-1].split()[-1]
-        wait_for_line(process, "ready: serving")
+        lines = wait_for_lines(process, "metrics on", "listening on", "ready: serving")
+        metrics, main = (line_with(text, lines).split()[-1] for text in ("metrics on", "listening on"))
         assert "gemserve_ready 1.0" in get(metrics).text
         assert get(metrics.replace("/metrics", "/health")).status_code == 404
         assert httpx.post(metrics, timeout=60).status_code == 405
@@ -88,9 +88,8 @@ def test_a_metrics_port_that_is_taken_is_named() -> None:
 
 def test_a_log_in_json_is_json_from_the_first_line_to_the_last() -> None:
     with start(step_timeout="1", log_format="json", log_stats_interval="0.2") as process:
-        lines = wait_for_line(process, "listening on")
-        port = int(json.loads(lines[-1])["message"].rsplit(":", 1)[1])
-        lines += wait_for_line(process, "ready: serving")
+        lines = wait_for_lines(process, "listening on", "ready: serving")
+        port = int(json.loads(line_with("listening on", lines))["message"].rsplit(":", 1)[1])
         url = f"http://127.0.0.1:{port}/v1/completions"
         httpx.post(url, json={"prompt": "a", "max_tokens": 60}, timeout=60).raise_for_status()
         httpx.post(url, json={"prompt": [BOS, HANG], "max_tokens": 2}, timeout=60)

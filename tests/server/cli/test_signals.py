@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.fakes import BOS, HANG
-from tests.server.cli.processes import ROOT, wait_for_line
+from tests.server.cli.processes import ROOT, wait_for_lines
 from tests.server.cli.serve_process import start, wait_until_caught, wait_until_ready
 from tests.tiny import write_tiny_folder
 
@@ -38,7 +38,7 @@ def test_in_the_first_seconds_of_a_start(moment: str, tmp_path: Path) -> None:
         if moment == "caught":
             wait_until_caught(process, signal.SIGTERM)
         else:
-            wait_for_line(process, "Gemma Terms of Use")  # torch and the model come next
+            wait_for_lines(process, "Gemma Terms of Use")  # torch and the model come next
         process.send_signal(signal.SIGTERM)
         assert ended(process) == 0
 
@@ -47,7 +47,7 @@ def test_in_the_first_seconds_of_a_start(moment: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_while_loading(behaviour: str, sent: signal.Signals, code: int) -> None:
     with start(behaviour) as process:
-        lines = wait_for_line(process, "loading now")
+        lines = wait_for_lines(process, "loading now")
         assert any("Gemma Terms of Use" in line for line in lines)
         process.send_signal(sent)
         assert ended(process) == code, "loading never ends, and nothing may wait for it"
@@ -76,13 +76,43 @@ def open_stream(port: int) -> socket.socket:
     return connection
 
 
+def test_new_requests_are_refused_from_the_signal_on() -> None:
+    """Also before the drain has begun, which is up to a tenth of a second later, and here not before it is
+    told to."""
+    with start("late_shutdown") as process:
+        port = wait_until_ready(process)
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=SOON) as client:
+            assert client.get("/health/ready").status_code == 200
+            with httpx.stream("POST", url, json={**LONG, "max_tokens": 100}, timeout=SOON) as response:
+                chunks = response.iter_text()
+                next(chunks)
+                process.send_signal(signal.SIGTERM)
+                wait_for_lines(process, "signal handled")
+                short = {"prompt": "a", "max_tokens": 1}
+                for refused in (
+                    client.post("/v1/completions", json=short),
+                    httpx.post(url, json=short, timeout=SOON),
+                ):
+                    assert refused.status_code == 503, refused.text
+                    assert refused.json()["error"]["code"] == "shutting_down"
+                ready = client.get("/health/ready")
+                assert (ready.status_code, ready.json()) == (503, {"status": "draining"})
+                assert client.get("/health/live").status_code == 200
+                process.send_signal(signal.SIGUSR1)
+                events = "".join(chunks).split("\n\n")
+            assert ended(process) == 0
+    assert '"finish_reason":"length"' in events[-3]
+
+
 @pytest.mark.parametrize(
-    ("shutdown_timeout", "ending"), [(30, '"finish_reason":"length"'), (0.2, '"code":"shutting_down"')]
+    ("shutdown_timeout", "max_tokens", "ending"),
+    [(30, 100, '"finish_reason":"length"'), (0.2, LONG["max_tokens"], '"code":"shutting_down"')],
 )
-def test_running_streams_finish_or_are_told(shutdown_timeout: float, ending: str) -> None:
+def test_running_streams_finish_or_are_told(shutdown_timeout: float, max_tokens: int, ending: str) -> None:
     with start("fake_model", shutdown_timeout) as process:
         port = wait_until_ready(process)
-        body = {**LONG, "max_tokens": 100}
+        body = {**LONG, "max_tokens": max_tokens}
         with httpx.stream(
             "POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=SOON
         ) as response:
@@ -135,7 +165,7 @@ def test_twice_ends_at_once(sent: signal.Signals) -> None:
             chunks = response.iter_text()
             next(chunks)
             process.send_signal(sent)
-            wait_for_line(process, "Shutting down")
+            wait_for_lines(process, "Shutting down")
             process.send_signal(sent)
             events = "".join(chunks).split("\n\n")
         assert ended(process) == (0 if sent is signal.SIGTERM else 130)

@@ -21,8 +21,7 @@ struct Ints {
 };
 using Mask = uint32_t;  // a bit for each of 16 lanes
 
-// Not inlined: a tile of 12 rows of such registers would take the compiler minutes.
-#define EMULATE inline __attribute__((noinline))
+#define EMULATE inline __attribute__((always_inline))
 
 EMULATE __m256i low_words(__m256i eight_ints) {  // the lower 16 bits of each, in the lower 128 bits
   const __m256i words = _mm256_and_si256(eight_ints, _mm256_set1_epi32(0xffff));
@@ -141,6 +140,11 @@ EMULATE Ints dpbusd_epi32(Ints sum, Ints unsigned_bytes, Ints signed_bytes) {  /
 
 }  // namespace emulated
 
+#undef _mm512_extractf32x8_ps  // without optimisation these are macros
+#undef _mm512_roundscale_ps
+#undef _mm512_slli_epi32
+#undef _mm512_srli_epi32
+#undef _mm512_cmp_ps_mask
 #define __m512 emulated::Floats
 #define __m512i emulated::Ints
 #define _mm512_setzero_ps emulated::setzero_ps
