@@ -10,7 +10,7 @@ PIP_PLAIN := $(BIN)/python -m pip install --disable-pip-version-check --no-input
 PIP := $(PIP_PLAIN) -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: run test lint format docs bench soak overload fuzz schema-test sanitize gpu-test gpu-compile sizes-test \
+.PHONY: run test lint format docs bench soak overload fuzz corpus schema-test sanitize gpu-test gpu-compile sizes-test \
   prometheus-test nginx-test image-test router-test scaling-check ray-test documents-test lm-eval-test clients-test clean
 
 run: .venv/demo.stamp
@@ -46,6 +46,11 @@ overload: .venv/test.stamp
 
 fuzz: .venv/test.stamp
 	$(BIN)/python -m tests.fuzz --requests 20000 $(ARGS)
+
+# What the server says on the wire, byte by byte, before and after a change: ARGS="record FILE", then ARGS="compare FILE" on the same
+# machine; with --server-root DIR the server of another tree.
+corpus: .venv/test.stamp
+	$(BIN)/python -m tests.corpus $(ARGS)
 
 # Requests that schemathesis makes of /openapi.json, all of its phases; ARGS="--examples 1000 --path /tokenize" for more of one.
 schema-test: .venv/test.stamp
