@@ -1,2 +1,1 @@
-"""Checkpoints, whatever form they come in: configuration, tokenizer and named tensors. Importing it imports
-no torch."""
+"""Checkpoints, whatever form they come in: configuration, tokenizer and named tensors. Imports no torch."""

@@ -1,2 +1,1 @@
-"""What the machine offers: features of its processor, memory, huge pages, the cache folder, locks; and how
-torch is imported."""
+"""What the machine offers: processor features, memory, huge pages, cache folder, locks, torch's import."""

@@ -1,2 +1,1 @@
-"""What crosses between server and model: chunks, sampling parameters, block tables, sizes of the cache,
-errors. No torch."""
+"""What crosses between server and model, without torch: chunks, sampling, block tables, cache sizes."""

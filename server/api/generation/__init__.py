@@ -1,2 +1,1 @@
-"""What every endpoint that generates shares: body, prompts, sampling, tools, constraints, plan, run, stream
-of events."""
+"""What every endpoint that generates shares: body, prompts, sampling, tools, constraints, run, events."""
