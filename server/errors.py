@@ -66,7 +66,10 @@ def invalid_request(message: str, *, param: str | None = None, code: str | None 
 
 
 def unsupported_parameter(name: str, detail: str = "") -> ApiError:
-    message = f"The parameter '{shorten(name, 100)}' is not supported by this server.{' ' + detail if detail else ''}"
+    message = (
+        f"The parameter '{shorten(name, 100)}' is not supported by this "
+        f"server.{' ' + detail if detail else ''}"
+    )
     return ApiError(400, message, param=name, code="unsupported_parameter")
 
 
@@ -76,7 +79,8 @@ def context_length_exceeded(
     """The wording is load-bearing: clients recognise the case by it. ``is_bound``: the prompt was not
     counted, it is at least that long."""
     message = (
-        f"This model's maximum context length is {limit} tokens. However, you requested {'at least ' if is_bound else ''}"
+        f"This model's maximum context length is {limit} tokens. "
+        f"However, you requested {'at least ' if is_bound else ''}"
         f"{num_prompt_tokens + num_completion_tokens} tokens ({num_prompt_tokens} in the messages, "
         f"{num_completion_tokens} in the completion). Please reduce the length of the messages or completion."
     )

@@ -47,73 +47,82 @@ RULES: Mapping[str, str] = {
     "model/network": "model/config model/interface model/ops torch",
     "model/sampling": "model/interface model/network model/ops torch",
     "model/execution": (
-        "model/checkpoint model/config model/host model/interface model/network model/ops model/precision.py model/sampling torch"
+        "model/checkpoint model/config model/host model/interface model/network model/ops model/precision.py "
+        "model/sampling torch"
     ),
     "model/parallel": (
-        "model/checkpoint model/config model/execution model/host model/interface model/network model/ops model/ops/cpu torch"
+        "model/checkpoint model/config model/execution model/host model/interface model/network model/ops "
+        "model/ops/cpu torch"
     ),
     "model/bench": (
-        "model/checkpoint model/config model/execution model/host model/interface model/network model/ops model/ops/cpu torch"
+        "model/checkpoint model/config model/execution model/host model/interface model/network model/ops "
+        "model/ops/cpu torch"
     ),
     "server/__main__.py": "model/interface server/cli server/loading server/settings",
     "server/admission.py": "server/errors.py",
     "server/app.py": (
-        "fastapi server/api/chat server/api/completions server/api/decisions server/api/embeddings server/api/messages"
-        " server/api/meta server/api/responses server/api/tokenize server/engine server/errors.py server/http server/loading"
-        " server/observability server/settings server/state.py server/version.py starlette"
+        "fastapi server/api/chat server/api/completions server/api/decisions server/api/embeddings "
+        "server/api/messages server/api/meta server/api/responses server/api/tokenize server/engine "
+        "server/errors.py server/http server/loading server/observability server/settings server/state.py "
+        "server/version.py starlette"
     ),
     "server/build.py": "",
     "server/errors.py": "",
     "server/state.py": (
-        "server/admission.py server/engine server/errors.py server/loading server/observability server/settings server/version.py"
+        "server/admission.py server/engine server/errors.py server/loading server/observability "
+        "server/settings server/version.py"
     ),
     "server/version.py": "",
     "server/api": "",
     "server/api/generation": (
-        "model/interface server/admission.py server/engine server/errors.py server/grammar server/http server/loading"
-        " server/observability server/settings server/state.py server/text server/text/template server/text/tool_calls starlette"
+        "model/interface server/admission.py server/engine server/errors.py server/grammar server/http "
+        "server/loading server/observability server/settings server/state.py server/text "
+        "server/text/template server/text/tool_calls starlette"
     ),
     "server/api/schemas": "server/api/generation",
     "server/api/choices": "server/api/generation server/errors.py server/http",
     "server/api/completions": (
-        "fastapi server/admission.py server/api/choices server/api/generation server/api/schemas server/errors.py server/loading"
-        " server/state.py server/text starlette"
+        "fastapi server/admission.py server/api/choices server/api/generation server/api/schemas "
+        "server/errors.py server/loading server/state.py server/text starlette"
     ),
     "server/api/chat": (
-        "fastapi server/admission.py server/api/choices server/api/generation server/api/schemas server/errors.py server/loading"
-        " server/state.py server/text server/text/tool_calls starlette"
+        "fastapi server/admission.py server/api/choices server/api/generation server/api/schemas "
+        "server/errors.py server/loading server/state.py server/text server/text/tool_calls starlette"
     ),
     "server/api/responses": (
-        "fastapi server/admission.py server/api/generation server/api/schemas server/errors.py server/grammar server/http"
-        " server/loading server/state.py server/text server/text/template server/text/tool_calls starlette"
+        "fastapi server/admission.py server/api/generation server/api/schemas server/errors.py "
+        "server/grammar server/http server/loading server/state.py server/text server/text/template "
+        "server/text/tool_calls starlette"
     ),
     "server/api/messages": (
-        "fastapi server/admission.py server/api/chat server/api/generation server/api/schemas server/errors.py server/http"
-        " server/loading server/state.py server/text/tool_calls starlette"
+        "fastapi server/admission.py server/api/chat server/api/generation server/api/schemas "
+        "server/errors.py server/http server/loading server/state.py server/text/tool_calls starlette"
     ),
     "server/api/decisions": (
-        "fastapi model/interface server/admission.py server/api/generation server/api/responses server/api/schemas"
-        " server/errors.py server/http server/loading server/state.py server/text server/text/template starlette"
+        "fastapi model/interface server/admission.py server/api/generation server/api/responses "
+        "server/api/schemas server/errors.py server/http server/loading server/state.py server/text "
+        "server/text/template starlette"
     ),
     "server/api/embeddings": (
-        "fastapi model/interface server/admission.py server/api/generation server/api/schemas server/errors.py server/http"
-        " server/loading server/state.py starlette"
+        "fastapi model/interface server/admission.py server/api/generation server/api/schemas "
+        "server/errors.py server/http server/loading server/state.py starlette"
     ),
     "server/api/tokenize": (
-        "fastapi server/admission.py server/api/generation server/api/schemas server/errors.py server/http server/loading"
-        " server/state.py server/text starlette"
+        "fastapi server/admission.py server/api/generation server/api/schemas server/errors.py server/http "
+        "server/loading server/state.py server/text starlette"
     ),
     "server/api/meta": (
-        "fastapi server/api/chat server/api/completions server/api/decisions server/api/embeddings server/api/messages"
-        " server/api/responses server/api/schemas server/api/tokenize server/errors.py server/http server/settings"
-        " server/state.py server/version.py starlette"
+        "fastapi server/api/chat server/api/completions server/api/decisions server/api/embeddings "
+        "server/api/messages server/api/responses server/api/schemas server/api/tokenize server/errors.py "
+        "server/http server/settings server/state.py server/version.py starlette"
     ),
     "server/batch": "model/host model/interface server/app.py server/engine server/errors.py server/settings",
-    "server/bench": "model/bench model/interface server/engine server/engine/kv server/engine/scheduler server/settings",
+    "server/bench": "model/bench model/interface server/engine server/engine/kv "
+    "server/engine/scheduler server/settings",
     "server/cli": (
-        "model/checkpoint model/config model/host model/interface model/parallel model/precision.py server/app.py server/batch"
-        " server/bench server/engine server/http server/loading server/observability server/settings server/state.py"
-        " server/version.py uvicorn"
+        "model/checkpoint model/config model/host model/interface model/parallel model/precision.py "
+        "server/app.py server/batch server/bench server/engine server/http server/loading "
+        "server/observability server/settings server/state.py server/version.py uvicorn"
     ),
     "server/engine": "model/interface server/engine/kv server/engine/scheduler",
     "server/engine/kv": "model/interface server/engine",
@@ -121,10 +130,12 @@ RULES: Mapping[str, str] = {
     "server/grammar": "llguidance model/interface server/text server/text/tool_calls",
     "server/http": "server/errors.py server/observability server/settings server/state.py starlette uvicorn",
     "server/loading": (
-        "model/checkpoint model/config model/execution model/host model/interface model/parallel server/engine server/engine/kv"
-        " server/engine/scheduler server/grammar server/settings server/text server/text/template"
+        "model/checkpoint model/config model/execution model/host model/interface model/parallel "
+        "server/engine server/engine/kv server/engine/scheduler server/grammar server/settings server/text "
+        "server/text/template"
     ),
-    "server/observability": "model/interface server/build.py server/engine server/errors.py server/settings server/version.py",
+    "server/observability": "model/interface server/build.py server/engine server/errors.py server/settings "
+    "server/version.py",
     "server/settings": "model/host model/interface server/build.py",
     "server/text": "model/interface server/text/template tokenizers",
     "server/text/template": "jinja2 server/text/tool_calls",

@@ -283,7 +283,8 @@ def engine() -> list[Panel]:
             "Time since the last step of a busy engine",
             "s",
             (
-                f"(time() - {series('engine_last_step_timestamp_seconds')}) and {series('requests_running')} > 0",
+                f"(time() - {series('engine_last_step_timestamp_seconds')}) and "
+                f"{series('requests_running')} > 0",
                 "{{instance}}",
             ),
             width=WIDTH,

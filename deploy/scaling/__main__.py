@@ -111,7 +111,8 @@ def run_capacity(arguments: argparse.Namespace) -> int:
         ("model", f"{profile.model} on {profile.machine}"),
         (
             "requests",
-            f"{planned.prompt_tokens} tokens in, {planned.output_tokens} out; {planned.sequences} run at once",
+            f"{planned.prompt_tokens} tokens in, {planned.output_tokens} out; "
+            f"{planned.sequences} run at once",
         ),
         ("cache", f"{profile.capacity_tokens:,} tokens: room for {planned.sequences_in_cache} such requests"),
         ("requests/s", f"{planned.requests_per_second:.3f}"),
@@ -154,8 +155,9 @@ def run_simulate(arguments: argparse.Namespace) -> int:
             outcome = simulate(profile, count, policy, demand)
             first = [outcome.first_token_seconds(quantile) for quantile in (0.5, 0.95, 0.99)]
             print(
-                f"{count:>8} {policy:<14} {outcome.requests_per_second:>10.2f} {outcome.output_tokens_per_second:>10.1f} "
-                f"{outcome.busy_share:>6.0%} {outcome.cached_share:>7.0%} {first[0]:>9.2f} {first[1]:>7.2f} {first[2]:>7.2f} "
+                f"{count:>8} {policy:<14} {outcome.requests_per_second:>10.2f} "
+                f"{outcome.output_tokens_per_second:>10.1f} {outcome.busy_share:>6.0%} "
+                f"{outcome.cached_share:>7.0%} {first[0]:>9.2f} {first[1]:>7.2f} {first[2]:>7.2f} "
                 f"{1e3 * outcome.token_seconds(0.5):>8.0f} {outcome.num_steps:>9,}",
                 flush=True,
             )

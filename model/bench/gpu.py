@@ -64,7 +64,10 @@ class Card:
         return sum(max(read / self.bandwidth, operations / self.flops) for read, operations in work.values())
 
     def text(self) -> str:
-        return f"{self.name}: {self.bandwidth / 1e9:,.1f} GB/s by copies, {self.flops / 1e12:,.2f} TFLOP/s by matrix products"
+        return (
+            f"{self.name}: {self.bandwidth / 1e9:,.1f} GB/s by copies, {self.flops / 1e12:,.2f} TFLOP/s "
+            "by matrix products"
+        )
 
 
 def median_seconds(function: Callable[[], object], device: torch.device, budget: float) -> float:
@@ -220,6 +223,17 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+Measure = Callable[[Bench, ModelRunner], str]
+
+
+def decode_of(num_seqs: int, context: int) -> Measure:
+    return lambda bench, runner: bench.decode(runner, num_seqs, context)
+
+
+def prefill_of(num_tokens: int) -> Measure:
+    return lambda bench, runner: bench.prefill(runner, num_tokens)
+
+
 def tables(bench: Bench | None, arguments: argparse.Namespace) -> str:
     """Both tables; ``bench`` None: with nothing measured."""
     decode_rows, prefill_rows = [], []
@@ -229,19 +243,17 @@ def tables(bench: Bench | None, arguments: argparse.Namespace) -> str:
         missing = NOT_MEASURED if bench is None else f"{DOES_NOT_FIT} (weights)"
 
         def cell(
-            measure: Callable[[Bench, ModelRunner], str],
+            measure: Measure,
             runner: ModelRunner | None = runner,
             missing: str = missing,
         ) -> str:
             return missing if bench is None or runner is None else measure(bench, runner)
 
         for num_seqs in arguments.sequences:
-            cells = [
-                cell(lambda b, r, n=num_seqs, c=context: b.decode(r, n, c)) for context in arguments.contexts
-            ]  # type: ignore[misc]
+            cells = [cell(decode_of(num_seqs, context)) for context in arguments.contexts]
             decode_rows.append([name, str(num_seqs), *cells])
             print(*decode_rows[-1], sep="  ", file=sys.stderr, flush=True)
-        cells = [cell(lambda b, r, n=count: b.prefill(r, n)) for count in arguments.prefill_tokens]  # type: ignore[misc]
+        cells = [cell(prefill_of(num_tokens)) for num_tokens in arguments.prefill_tokens]
         prefill_rows.append([name, *cells])
         print(*prefill_rows[-1], sep="  ", file=sys.stderr, flush=True)
     contexts = [f"{context:,} tokens of context" for context in arguments.contexts]

@@ -168,7 +168,8 @@ def report(
     apart, read = medians.pop("step"), sum(num_bytes for num_bytes, _ in floor.values())
     kind = "greedy" if sampling.greedy else f"temperature {sampling.temperature}, top_p {sampling.top_p}"
     print(
-        f"\n{num_seqs} sequences, {context} tokens of context each, {kind}; read bandwidth meanwhile {bandwidth / 1e9:.1f} GB/s"
+        f"\n{num_seqs} sequences, {context} tokens of context each, {kind}; "
+        f"read bandwidth meanwhile {bandwidth / 1e9:.1f} GB/s"
     )
     print(f"{'part':<28}{'ms':>9}{'share':>8}{'floor':>9}{'of floor':>10}")
     for part, seconds in medians.items():
@@ -245,10 +246,12 @@ def main(words: Sequence[str] | None = None) -> None:
     with torch.inference_mode():
         floors = Floors(runner)
         print(
-            f"{runner.ops.name}, {runner.dtype}, {torch.get_num_threads()} threads, {runner.weight_bytes / 1e6:.0f} MB of weights"
+            f"{runner.ops.name}, {runner.dtype}, {torch.get_num_threads()} threads, "
+            f"{runner.weight_bytes / 1e6:.0f} MB of weights"
         )
         print(
-            f"products per second: {floors.flops / 2e9:.1f}e9 of float32, {floors.byte_products / 1e9:.1f}e9 of bytes"
+            f"products per second: {floors.flops / 2e9:.1f}e9 of float32, "
+            f"{floors.byte_products / 1e9:.1f}e9 of bytes"
         )
         sampling = DRAWN if arguments.sampled else GREEDY
         text = write_text(runner, min(max(arguments.contexts), runner.config.sliding_window))

@@ -120,12 +120,14 @@ def check_tensors(config: Gemma3Config, found: Mapping[str, tuple[str, str, tupl
     for name, (file, stored_name, shape) in found.items():
         if name not in expected and name != HEAD:
             raise CheckpointError(
-                f"{file}: tensor {stored_name!r:.200} is not part of a Gemma 3 text model of this configuration."
+                f"{file}: tensor {stored_name!r:.200} is not part of a Gemma 3 text model of "
+                "this configuration."
             )
         wanted = expected.get(name, expected[EMBEDDING])
         if shape != wanted:
             raise CheckpointError(
-                f"{file}: tensor {stored_name!r} has shape {list(shape)}, but the configuration asks for {list(wanted)}."
+                f"{file}: tensor {stored_name!r} has shape {list(shape)}, but the configuration asks "
+                f"for {list(wanted)}."
             )
 
 

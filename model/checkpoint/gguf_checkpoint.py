@@ -165,8 +165,9 @@ class GGUFCheckpoint:
                 )
             except NotImplementedError:
                 raise CheckpointError(
-                    f"{self._file}: tensor {name!r} has type {quantization.name}, which cannot be dequantised; "
-                    "use a file in one of the usual types (F32, F16, BF16, Q4_0 ... Q8_0, K and IQ quants)."
+                    f"{self._file}: tensor {name!r} has type {quantization.name}, which cannot be "
+                    "dequantised; use a file in one of the usual types (F32, F16, BF16, Q4_0 ... "
+                    "Q8_0, K and IQ quants)."
                 ) from None
 
     def _is_tied(self) -> bool:

@@ -128,12 +128,13 @@ class _Parser:
             start = data_start + info.start
             if info.start % alignment:
                 raise self.error(
-                    f"tensor {info.name!r}: offset {info.start} is not a multiple of the alignment {alignment}"
+                    f"tensor {info.name!r}: offset {info.start} is not a multiple of the "
+                    f"alignment {alignment}"
                 )
             if start + info.num_bytes > self.size:
                 raise self.error(
-                    f"tensor {info.name!r}: its data ends at byte {start + info.num_bytes}, but the file has {self.size}; "
-                    "the file is truncated or damaged, fetch it again"
+                    f"tensor {info.name!r}: its data ends at byte {start + info.num_bytes}, but the file has "
+                    f"{self.size}; the file is truncated or damaged, fetch it again"
                 )
             if info.name in tensors:
                 raise self.error(f"tensor {info.name!r} stands twice")
@@ -164,7 +165,8 @@ class _Parser:
         block_elements, block_bytes = GGML_QUANT_SIZES[quantization]
         if dimensions[0] % block_elements:
             raise self.error(
-                f"{label}: rows of {dimensions[0]} are not whole blocks of {quantization.name} ({block_elements})"
+                f"{label}: rows of {dimensions[0]} are not whole blocks of {quantization.name} "
+                f"({block_elements})"
             )
         num_bytes = num_elements // block_elements * block_bytes
         return TensorInfo(name, tuple(reversed(dimensions)), quantization, offset, num_bytes)

@@ -53,7 +53,8 @@ def check_vocabulary(metadata: Mapping[str, Any], file: str) -> None:
     longest = max(map(len, tokens))
     if longest > MAX_TOKEN_CHARACTERS:
         raise CheckpointError(
-            f"{file}: tokenizer.ggml.tokens holds a token of {longest} characters; {MAX_TOKEN_CHARACTERS} are supported."
+            f"{file}: tokenizer.ggml.tokens holds a token of {longest} characters; "
+            f"{MAX_TOKEN_CHARACTERS} are supported."
         )
 
 

@@ -29,7 +29,8 @@ def download(hub_id: str) -> Path:
         return Path(snapshot_download(hub_id, allow_patterns=ALLOW_PATTERNS))
     except GatedRepoError as error:
         raise CheckpointError(
-            f"{hub_id}: access to this model is gated. Accept its licence on its page and log in with `hf auth login`."
+            f"{hub_id}: access to this model is gated. Accept its licence on its page and log in with "
+            "`hf auth login`."
         ) from error
     except RepositoryNotFoundError as error:
         raise CheckpointError(

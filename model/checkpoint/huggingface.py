@@ -159,7 +159,8 @@ class HuggingFaceCheckpoint:
             name = canonical_name(stored.name)
             if name in self._tensors:
                 raise CheckpointError(
-                    f"{stored.file}: tensors {self._tensors[name].name!r} and {stored.name!r} are the same weight."
+                    f"{stored.file}: tensors {self._tensors[name].name!r} and {stored.name!r} are "
+                    "the same weight."
                 )
             self._tensors[name] = stored
         if skipped:
@@ -192,7 +193,8 @@ class HuggingFaceCheckpoint:
         for name, shard in weight_map.items():
             if name not in shards[shard]:
                 raise CheckpointError(
-                    f"{self._folder / shard}: tensor {name!r:.200} is missing, but {INDEX_FILE} says it is here."
+                    f"{self._folder / shard}: tensor {name!r:.200} is missing, but {INDEX_FILE} "
+                    "says it is here."
                 )
             yield shards[shard][name]
 
@@ -207,7 +209,8 @@ class HuggingFaceCheckpoint:
             or pure.suffix != ".safetensors"
         ):
             raise CheckpointError(
-                f"{self._folder / INDEX_FILE}: {shard!r:.200} is not the name of a .safetensors file inside the folder."
+                f"{self._folder / INDEX_FILE}: {shard!r:.200} is not the name of a .safetensors file "
+                "inside the folder."
             )
         path = self._folder / pure
         if not path.is_file():
@@ -225,7 +228,8 @@ class HuggingFaceCheckpoint:
         )
         if pickles:
             return CheckpointError(
-                f"{self._folder / pickles[0]}: pickled weights can execute code and are not read; convert them to safetensors."
+                f"{self._folder / pickles[0]}: pickled weights can execute code and are not read; "
+                "convert them to safetensors."
             )
         return CheckpointError(f"{self._folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE}.")
 
@@ -233,7 +237,8 @@ class HuggingFaceCheckpoint:
         for stored in self._tensors.values():
             if stored.dtype not in DTYPE_BYTES:
                 raise CheckpointError(
-                    f"{stored.file}: tensor {stored.name!r} has type {stored.dtype}; supported are {', '.join(DTYPE_BYTES)}."
+                    f"{stored.file}: tensor {stored.name!r} has type {stored.dtype}; "
+                    f"supported are {', '.join(DTYPE_BYTES)}."
                 )
 
     def _is_tied(self, config: Gemma3Config) -> bool:
@@ -244,8 +249,9 @@ class HuggingFaceCheckpoint:
             return True
         if config.tie_word_embeddings:
             raise CheckpointError(
-                f"{self._tensors[HEAD].file}: tensor {self._tensors[HEAD].name!r} differs from the embeddings although "
-                "tie_word_embeddings is true; set it to false in config.json, or remove the tensor."
+                f"{self._tensors[HEAD].file}: tensor {self._tensors[HEAD].name!r} differs from the "
+                "embeddings although tie_word_embeddings is true; set it to false in config.json, "
+                "or remove the tensor."
             )
         return False
 

@@ -54,7 +54,8 @@ def _write_temporary(key: str, content: bytes) -> Path:
     except OSError as error:
         raise CheckpointError(
             f"The converted tokenizer ({len(content) >> 20} MiB) can be written neither to the cache "
-            f"nor to {tempfile.gettempdir()}: {error.strerror or error}. Free some space or set GEMSERVE_CACHE."
+            f"nor to {tempfile.gettempdir()}: {error.strerror or error}. "
+            "Free some space or set GEMSERVE_CACHE."
         ) from error
 
 

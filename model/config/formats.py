@@ -226,11 +226,13 @@ def _require_understood(raw: Mapping[str, Any]) -> None:
     architectures = raw.get("architectures") or []
     if not isinstance(architectures, list) or any(name not in HF_ARCHITECTURES for name in architectures):
         raise ConfigError(
-            f"architectures {architectures!r:.80} is not supported; supported are {', '.join(HF_ARCHITECTURES)}."
+            f"architectures {architectures!r:.80} is not supported; "
+            f"supported are {', '.join(HF_ARCHITECTURES)}."
         )
     if model_type is None and not architectures:
         raise ConfigError(
-            "The configuration names neither model_type nor architectures, so the model is not known to be a Gemma 3."
+            "The configuration names neither model_type nor architectures, so the model is not known "
+            "to be a Gemma 3."
         )
     for key in (
         "use_bidirectional_attention",

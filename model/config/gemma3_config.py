@@ -52,7 +52,8 @@ class Gemma3Config:
                 raise ConfigError(f"{name} must lie in 1..{limit}, not {value}.")
         if len(self.global_layers) != self.num_hidden_layers:
             raise ConfigError(
-                f"layer_types lists {len(self.global_layers)} layers, but num_hidden_layers is {self.num_hidden_layers}."
+                f"layer_types lists {len(self.global_layers)} layers, but num_hidden_layers is "
+                f"{self.num_hidden_layers}."
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(

@@ -95,9 +95,9 @@ class MemoryProfile:
         if rest > 0:
             return rest
         raise ConfigError(
-            f"--gpu-memory-utilization {utilization:g} of {self.total / GIB:.1f} GiB leaves nothing for the KV cache: "
-            f"{self.text()}. Raise --gpu-memory-utilization, lower --max-num-batched-tokens or --max-num-seqs, choose "
-            f"--quantization int8 or fp8, or end what else uses the device."
+            f"--gpu-memory-utilization {utilization:g} of {self.total / GIB:.1f} GiB leaves nothing for the "
+            f"KV cache: {self.text()}. Raise --gpu-memory-utilization, lower --max-num-batched-tokens or "
+            "--max-num-seqs, choose --quantization int8 or fp8, or end what else uses the device."
         )
 
     def text(self) -> str:

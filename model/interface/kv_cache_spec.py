@@ -49,8 +49,8 @@ class KVCacheSpec:
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.sliding_window % self.block_size:
             raise ConfigError(
-                f"--block-size {self.block_size} does not divide the model's sliding window of {self.sliding_window} tokens; "
-                f"choose a divisor such as 8, 16, 32 or 64."
+                f"--block-size {self.block_size} does not divide the model's sliding window of "
+                f"{self.sliding_window} tokens; choose a divisor such as 8, 16, 32 or 64."
             )
 
     @property
@@ -121,9 +121,9 @@ class KVCacheSpec:
         if rest < smallest:
             need = num_local * self.local_block_bytes + smallest
             raise ConfigError(
-                f"{setting} gives the KV cache {memory_bytes} bytes, too few: {max_num_seqs} sequences with a window of "
-                f"{self.sliding_window} tokens need at least {need} bytes. Raise {setting}, or lower --max-num-seqs "
-                f"or --max-num-batched-tokens."
+                f"{setting} gives the KV cache {memory_bytes} bytes, too few: {max_num_seqs} sequences with "
+                f"a window of {self.sliding_window} tokens need at least {need} bytes. Raise {setting}, "
+                "or lower --max-num-seqs or --max-num-batched-tokens."
             )
         if prefix_caching and self.local_block_bytes:
             extra = min(num_local - 1, rest // 4 // self.local_block_bytes)

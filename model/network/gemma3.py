@@ -185,7 +185,8 @@ class Gemma3(nn.Module):
             slot = slots.pop(name, None)
             if slot is None:
                 raise CheckpointError(
-                    f"Tensor {name} is unknown or appears twice; the checkpoint does not match its config.json."
+                    f"Tensor {name} is unknown or appears twice; the checkpoint does not match "
+                    "its config.json."
                 )
             if tuple(tensor.shape) != slot.shape:
                 raise CheckpointError(

@@ -42,7 +42,8 @@ def select_ops(device: torch.device, dtype: torch.dtype, quantization: str = "no
             )
     if quantization in ("int8", "int4"):
         raise ConfigError(
-            f"--quantization {quantization} needs the compiled CPU kernels, which are not to be had here. Use none or auto."
+            f"--quantization {quantization} needs the compiled CPU kernels, which are not to be had here. "
+            "Use none or auto."
         )
     return ReferenceOps(device, dtype)
 
@@ -70,8 +71,8 @@ def _select_cuda_ops(device: torch.device, dtype: torch.dtype, quantization: str
                     return QuantizedCudaOps(device, dtype, quantization)
             return CudaOps(device, dtype)
         logger.warning(
-            "The CUDA kernels are not used: they are made for compute capability 8.0 (Ampere) and later, and this device has"
-            " %d.%d. Everything works, several times slower.",
+            "The CUDA kernels are not used: they are made for compute capability 8.0 (Ampere) and later, "
+            "and this device has %d.%d. Everything works, several times slower.",
             major,
             minor,
         )

@@ -141,6 +141,7 @@ def check_quantization(quantization: str, whole: Gemma3Config, size: int) -> Non
     for role, (undivided, divided) in inputs.items():
         if undivided % GROUP == 0 and divided % GROUP:
             raise ConfigError(
-                f"--quantization {quantization} keeps weights in groups of {GROUP} inputs, and {FLAG} {size} would cut those of "
-                f"the {role} layers: {divided} inputs on each rank. Use --quantization none, or fewer ranks."
+                f"--quantization {quantization} keeps weights in groups of {GROUP} inputs, and {FLAG} {size} "
+                f"would cut those of the {role} layers: {divided} inputs on each rank. "
+                "Use --quantization none, or fewer ranks."
             )

@@ -57,8 +57,8 @@ class ParallelRunner(ShardRunner):
         target = resolve_device(device)
         if target.type == "cuda" and torch.cuda.device_count() < ranks.size:
             raise ConfigError(
-                f"{FLAG} {ranks.size} needs as many CUDA devices, and this machine has {torch.cuda.device_count()}. "
-                f"Lower it, or use --device cpu."
+                f"{FLAG} {ranks.size} needs as many CUDA devices, and this machine has "
+                f"{torch.cuda.device_count()}. Lower it, or use --device cpu."
             )
         check_quantization(quantization, whole, ranks.size)
         if target.type == "cpu":

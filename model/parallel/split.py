@@ -37,8 +37,8 @@ def divided_config(config: Gemma3Config, size: int) -> Gemma3Config:
     if size not in (sizes := possible_sizes(config)):
         raise ConfigError(
             f"{FLAG} {size} does not divide this model of {config.num_attention_heads} query heads, "
-            f"{config.num_key_value_heads} key-value heads and {config.intermediate_size} intermediate features. "
-            f"Possible for it: {', '.join(map(str, sizes))}."
+            f"{config.num_key_value_heads} key-value heads and {config.intermediate_size} intermediate "
+            f"features. Possible for it: {', '.join(map(str, sizes))}."
         )
     return replace(
         config,

@@ -23,7 +23,10 @@ from model.ops.interface import Ops
 from model.ops.reference import inverse_cdf
 from model.sampling.random_streams import stream_states, uniforms
 
-NOTHING_LEFT = "No token is left to draw: allowed_token_ids, logit_bias, stop_token_ids, min_tokens and the grammar exclude every token."
+NOTHING_LEFT = (
+    "No token is left to draw: allowed_token_ids, logit_bias, stop_token_ids, min_tokens and the grammar "
+    "exclude every token."
+)
 
 
 class Sampler:

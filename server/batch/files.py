@@ -70,7 +70,8 @@ class BatchInput:
                 custom_id = parse_line(line).custom_id
                 if custom_id in self.custom_ids:
                     raise ValueError(
-                        f"custom_id {shorten(custom_id, 80)!r} is that of line {self.custom_ids[custom_id]} too"
+                        f"custom_id {shorten(custom_id, 80)!r} is that of line "
+                        f"{self.custom_ids[custom_id]} too"
                     )
                 self.custom_ids[custom_id] = number
             except ValueError as error:
@@ -134,7 +135,8 @@ class BatchOutput:
                     custom_id = None
                 if not isinstance(custom_id, str) or custom_id not in batch.custom_ids:
                     raise SettingsError(
-                        f"{self._path}: line {number} is no answer to a request of this input; name another file, or remove it"
+                        f"{self._path}: line {number} is no answer to a request of this input; "
+                        "name another file, or remove it"
                     )
                 self.done.add(custom_id)
         return end
@@ -157,7 +159,8 @@ class BatchOutput:
                 encoded = encoded[self._file.write(encoded) :]
         except OSError as failure:
             raise BatchFileError(
-                f"{self._path}: {failure.strerror or failure}; run the same command again to go on once that is mended"
+                f"{self._path}: {failure.strerror or failure}; run the same command again to go on "
+                "once that is mended"
             ) from None
         self.done.add(custom_id)
 

@@ -129,8 +129,8 @@ async def _send(client: httpx.AsyncClient, request: BatchRequest) -> httpx.Respo
             return answer
         if waited >= MAX_OVERLOADED_SECONDS:
             raise ServerGoneError(
-                f"the server at {client.base_url} has answered {answer.status_code} for {waited:.0f} seconds; "
-                f"run the same command again to go on"
+                f"the server at {client.base_url} has answered {answer.status_code} for {waited:.0f} "
+                "seconds; run the same command again to go on"
             )
         pause = _retry_after(answer)
         waited += pause

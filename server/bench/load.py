@@ -32,7 +32,8 @@ class Workload:
             raise SettingsError("bench: --prompt-tokens and --output-tokens must be at least 1")
         if not 0 <= self.shared_prefix < self.prompt_tokens:
             raise SettingsError(
-                f"--shared-prefix {self.shared_prefix} leaves no room in a prompt of {self.prompt_tokens} tokens, BOS included"
+                f"--shared-prefix {self.shared_prefix} leaves no room in a prompt of {self.prompt_tokens} "
+                "tokens, BOS included"
             )
 
     def values(self) -> dict[str, object]:

@@ -92,7 +92,8 @@ def render_table(measurements: Sequence[Measurement]) -> str:
         if measurement.outside_model is not None:
             name, share = measurement.target.name, measurement.outside_model
             lines.append(
-                f"{name}: at concurrency {measurement.concurrency}, {share:.1%} of the time outside the model's steps"
+                f"{name}: at concurrency {measurement.concurrency}, {share:.1%} of the time outside "
+                "the model's steps"
             )
         lines += [f"{measurement.target.name}: {error}" for error in measurement.errors[:SHOWN_ERRORS]]
     return "\n".join(lines)

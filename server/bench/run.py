@@ -150,7 +150,8 @@ async def measure(
                             spent if measurement.engine is None else measurement.engine + spent
                         )
                     progress(
-                        f"{measurement.target.name}: concurrency {concurrency}, round {index + 1} of {num_rounds} done"
+                        f"{measurement.target.name}: concurrency {concurrency}, round {index + 1} of "
+                        f"{num_rounds} done"
                     )
         return measurements
 

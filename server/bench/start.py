@@ -150,7 +150,10 @@ def render_starts(starts: Sequence[Start]) -> str:
 
     def row(label: str, *values: float) -> str:
         listening, ready, first, later, peak = values
-        return f"{label:<8}{listening:>12.2f}{ready:>10.2f}{first * 1e3:>16.0f}{later * 1e3:>18.0f}{peak / 2**20:>10.0f}"
+        return (
+            f"{label:<8}{listening:>12.2f}{ready:>10.2f}"
+            f"{first * 1e3:>16.0f}{later * 1e3:>18.0f}{peak / 2**20:>10.0f}"
+        )
 
     def numbers(start: Start) -> tuple[float, ...]:
         seconds = (
@@ -161,9 +164,11 @@ def render_starts(starts: Sequence[Start]) -> str:
         )
         return (*seconds, start.peak_bytes)
 
-    lines = [
-        f"{'start':<8}{'listening s':>12}{'ready s':>10}{'first request ms':>16}{'later request ms':>18}{'peak MiB':>10}"
-    ]
+    heading = (
+        f"{'start':<8}{'listening s':>12}{'ready s':>10}"
+        f"{'first request ms':>16}{'later request ms':>18}{'peak MiB':>10}"
+    )
+    lines = [heading]
     lines += [row(str(index + 1), *numbers(start)) for index, start in enumerate(starts)]
     lines.append(row("median", *map(statistics.median, zip(*map(numbers, starts), strict=True))))
     phases = {

@@ -26,7 +26,8 @@ def add_parser(commands: "Subparsers") -> None:
     parser.add_argument(
         "--constrained",
         action="store_true",
-        help="Send each round twice, free and with a JSON schema that can't end before --output-tokens; the ratio is the cost.",
+        help="Send each round twice, free and with a JSON schema that can't end before --output-tokens; "
+        "the ratio is the cost.",
     )
     parser.add_argument(
         "--start",
@@ -38,8 +39,8 @@ def add_parser(commands: "Subparsers") -> None:
         "--engine-overhead",
         type=int,
         metavar="STEPS",
-        help="Instead of a load: time what so many decode steps of --concurrency sequences, whose contexts reach up to "
-        "--prompt-tokens, cost the host with a device that takes no time.",
+        help="Instead of a load: time what so many decode steps of --concurrency sequences, whose contexts "
+        "reach up to --prompt-tokens, cost the host with a device that takes no time.",
     )
     parser.add_argument(
         "--serve-arguments",

@@ -38,8 +38,8 @@ def add_parser(commands: "Subparsers") -> None:
     parser.add_argument(
         "--layouts",
         action="store_true",
-        help="Instead: how many requests of --max-model-len tokens (32768 by default) fit --kv-cache-memory (8GiB by default), "
-        "for every size, with two cache pools and without.",
+        help="Instead: how many requests of --max-model-len tokens (32768 by default) fit --kv-cache-memory "
+        "(8GiB by default), for every size, with two cache pools and without.",
     )
     add_arguments(parser, PLAN_SETTINGS)
 
@@ -136,8 +136,8 @@ def _default_budget(spec: "KVCacheSpec", settings: Settings, weight_bytes: int, 
     if free > 0 and default_kv_cache_memory(free) >= least:
         return default_kv_cache_memory(free)
     print(
-        f"gemserve: this machine has too little memory for these settings; the plan is for a cache of {least:,} bytes, "
-        f"the least that holds one request of {max_model_len:,} tokens",
+        "gemserve: this machine has too little memory for these settings; the plan is for a cache of "
+        f"{least:,} bytes, the least that holds one request of {max_model_len:,} tokens",
         file=sys.stderr,
     )
     return least

@@ -77,7 +77,8 @@ def add_parser(commands: "Subparsers") -> None:
         "--concurrency",
         type=int,
         metavar="N",
-        help=f"Requests at a time. Default: {DEFAULT_REMOTE_CONCURRENCY} for --url, else twice --max-num-seqs.",
+        help=f"Requests at a time. Default: {DEFAULT_REMOTE_CONCURRENCY} for --url, "
+        "else twice --max-num-seqs.",
     )
     add_arguments(parser, LOCAL_SETTINGS)
 
@@ -117,8 +118,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"gemserve: error: {error}", file=sys.stderr)
             _exit_at_once(1)
     print(
-        f"gemserve: {len(batch.custom_ids)} requests: {result.num_succeeded} succeeded, {result.num_failed} failed, "
-        f"{result.num_before} were answered before; {result.prompt_tokens} prompt tokens, "
+        f"gemserve: {len(batch.custom_ids)} requests: {result.num_succeeded} succeeded, {result.num_failed} "
+        f"failed, {result.num_before} were answered before; {result.prompt_tokens} prompt tokens, "
         f"{result.completion_tokens} generated tokens",
         file=sys.stderr,
     )

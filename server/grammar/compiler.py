@@ -31,7 +31,10 @@ COMPILE_THREADS = 2
 PLACE_SECONDS = 10.0
 # Of text that leaves no choice. The library gives up on endless ones at some 60,000.
 MAX_FORCED_BYTES = 32 * 1024
-_ENDLESS = f"begins with more than {MAX_FORCED_BYTES} bytes that leave no choice, or must hold itself and never comes to an end"
+_ENDLESS = (
+    f"begins with more than {MAX_FORCED_BYTES} bytes that leave no choice, or must hold itself and "
+    "never comes to an end"
+)
 # The library descends by recursion, some 10 kB for each reference of a chain; the size limits keep chains
 # below 16 000.
 COMPILE_STACK_BYTES = 512 * 1024 * 1024

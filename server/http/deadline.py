@@ -53,8 +53,8 @@ def header_timeout(headers: Mapping[str, str]) -> float | None:
     seconds = _seconds(given)
     if seconds is None:
         raise invalid_request(
-            f"Invalid value for the header X-Request-Timeout: expected seconds from {MIN_TIMEOUT_SECONDS:g} to "
-            f"{MAX_TIMEOUT_SECONDS:g}, got {shorten(given, 40)!r}.",
+            f"Invalid value for the header X-Request-Timeout: expected seconds from {MIN_TIMEOUT_SECONDS:g} "
+            f"to {MAX_TIMEOUT_SECONDS:g}, got {shorten(given, 40)!r}.",
             param="X-Request-Timeout",
             code="invalid_value",
         )

@@ -59,7 +59,8 @@ def compare_layouts(
 
 def as_text(rows: list[LayoutComparison], budget: int, num_tokens: int) -> str:
     lines = [
-        f"Requests of {num_tokens:,} tokens in {format_bytes(budget)}: two pools against keeping every token of every layer",
+        f"Requests of {num_tokens:,} tokens in {format_bytes(budget)}: two pools against keeping every "
+        "token of every layer",
         f"{'size':<6}{'per request':>14}{'every token':>14}{'ratio':>8}{'fit':>6}{'fit, every token':>18}",
     ]
     lines += [

@@ -195,7 +195,8 @@ def _load_engine(
         raise ConfigError(f"{settings.chat_template or checkpoint.name}: {error}") from None
     if tokenizer.uses_builtin_chat_template:
         logger.info(
-            "the model has no chat template: chats use the built-in one of Gemma 3; --chat-template takes another one"
+            "the model has no chat template: chats use the built-in one of Gemma 3; "
+            "--chat-template takes another one"
         )
     grammars = GrammarCompiler(tokenizer)
     phases.enter("import")

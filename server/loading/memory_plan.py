@@ -79,7 +79,8 @@ class PlanReport:
             ("model", f"{self.name} ({self.weight_format})"),
             (
                 "parameters",
-                f"{self.parameters_tied:,} with the head tied to the embedding, {self.parameters_untied:,} untied",
+                f"{self.parameters_tied:,} with the head tied to the embedding, "
+                f"{self.parameters_untied:,} untied",
             ),
             ("", f"this model is {'tied' if self.tie_word_embeddings else 'untied'}"),
             ("layers", f"{self.layer_map} (L local, window {self.sliding_window:,}; G global)"),
@@ -87,17 +88,18 @@ class PlanReport:
             *self._devices(),
             (
                 "cache",
-                f"{format_bytes(self.kv_bytes_per_token_global)} per token in {self.num_global_layers} global layers; "
-                f"{self.num_local_layers} local layers stop growing at their window",
+                f"{format_bytes(self.kv_bytes_per_token_global)} per token in {self.num_global_layers} "
+                f"global layers; {self.num_local_layers} local layers stop growing at their window",
             ),
             (
                 "",
-                f"one request at {sizes} ({share:.0%} of keeping every token in every layer at {_short(FIT_LENGTHS[-1])})",
+                f"one request at {sizes} ({share:.0%} of keeping every token in every layer at "
+                f"{_short(FIT_LENGTHS[-1])})",
             ),
             (
                 "global pool",
-                f"{format_bytes(self.global_bytes)}, {self.global_blocks:,} blocks of {self.block_size} tokens: "
-                f"{self.capacity_tokens:,} tokens",
+                f"{format_bytes(self.global_bytes)}, {self.global_blocks:,} blocks of {self.block_size} "
+                f"tokens: {self.capacity_tokens:,} tokens",
             ),
             ("local pool", f"{format_bytes(self.local_bytes)}, {self.local_blocks:,} blocks"),
             ("limits", f"max_model_len {self.max_model_len:,}, max_num_seqs {self.max_num_seqs}"),

@@ -44,7 +44,10 @@ def _obstacle(environ: Mapping[str, str]) -> str | None:
         (name for name in PROTOCOL_VARIABLES if environ.get(name)), None
     )  # that of traces comes first
     if name is not None and environ[name] != PROTOCOL:
-        return f"{name}={environ[name]} is not supported; use {PROTOCOL} and the collector's port for it, 4318 by default"
+        return (
+            f"{name}={environ[name]} is not supported; use {PROTOCOL} and the collector's port for "
+            "it, 4318 by default"
+        )
     for module in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
         try:
             found = importlib.util.find_spec(module)

@@ -163,7 +163,8 @@ class Metrics:
         self.step_sequences = histogram("engine_step_sequences", "Sequences in a step.", POWERS_OF_TWO)
         self.host_seconds = counter(
             "engine_host_seconds_total",
-            "Time outside the network: scheduling and its books, logits to tokens (and on a GPU the wait for them), text.",
+            "Time outside the network: scheduling and its books, logits to tokens (and on a GPU the wait "
+            "for them), text.",
             "stage",
         )
         self.detokenize_seconds = self.host_seconds.labels("detokenize")

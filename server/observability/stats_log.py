@@ -77,7 +77,8 @@ def _log(engine: AsyncEngine, before: _Totals, now: _Totals) -> None:
     generation_rate = (now.generated_tokens - before.generated_tokens) / seconds
     preemptions = now.preemptions - before.preemptions
     logger.info(
-        "running=%d waiting=%d prefill=%.1f tokens/s generation=%.1f tokens/s kv_cache=%.1f%% prefix_hits=%.1f%% preemptions=%d",
+        "running=%d waiting=%d prefill=%.1f tokens/s generation=%.1f tokens/s kv_cache=%.1f%% "
+        "prefix_hits=%.1f%% preemptions=%d",
         engine.stats.num_running,
         num_waiting,
         prefill_rate,

@@ -132,17 +132,18 @@ class Settings:
     dtype: str = _choices(
         "auto",
         ("auto", "float32", "bfloat16"),
-        "Type of weights, activations and cache. auto: bfloat16 where the hardware computes in it, else float32. Where a CPU "
-        "rounds weights (--quantization), the cache is bfloat16 in any case.",
+        "Type of weights, activations and cache. auto: bfloat16 where the hardware computes in it, "
+        "else float32. Where a CPU rounds weights (--quantization), the cache is bfloat16 in any case.",
         dict.fromkeys(("float16", "half"), "Gemma 3 overflows in it. Use bfloat16 or float32."),
     )
     quantization: str = _choices(
         "auto",
         ("auto", "none", "int8", "int4", "fp8"),
-        "Weights of linear layers as they are kept, whatever the checkpoint's own form. none: in --dtype; int8: 8 bits, with a "
-        "scale for 32 inputs on CPUs (what a checkpoint has in 4 or 5 bits stays so, times inputs of 8 bits) and for each "
-        "output on GPUs; int4: 4 bits in groups of 32, times inputs of 8 bits, on CPUs; fp8: weights and their inputs, on GPUs "
-        "(Ada, Hopper and later); auto: int8 on a CPU, but in --dtype where that is given; none on a GPU.",
+        "Weights of linear layers as they are kept, whatever the checkpoint's own form. none: in --dtype; "
+        "int8: 8 bits, with a scale for 32 inputs on CPUs (what a checkpoint has in 4 or 5 bits stays so, "
+        "times inputs of 8 bits) and for each output on GPUs; int4: 4 bits in groups of 32, times inputs of "
+        "8 bits, on CPUs; fp8: weights and their inputs, on GPUs (Ada, Hopper and later); "
+        "auto: int8 on a CPU, but in --dtype where that is given; none on a GPU.",
     )
     device: str = _choices(
         "auto", ("auto", "cpu", "cuda"), "Where to compute. auto: a CUDA device when there is one."
@@ -195,8 +196,8 @@ class Settings:
     scheduling_policy: str = _choices(
         "fcfs",
         ("fcfs", "priority"),
-        "Which waiting requests start first. fcfs: in the order in which they came; priority: those of the lowest `priority`, "
-        "and in that order among equals.",
+        "Which waiting requests start first. fcfs: in the order in which they came; "
+        "priority: those of the lowest `priority`, and in that order among equals.",
     )
     block_size: int = _setting(
         16, integer(1), "Tokens in one block of the cache; divides the sliding window.", "TOKENS"
@@ -211,19 +212,19 @@ class Settings:
     gpu_memory_utilization: float = _setting(
         0.9,
         share,
-        "Share of a CUDA device's memory that weights, activations, CUDA graphs, cache and whatever else is on it may take "
-        "together; not used where --kv-cache-memory is given.",
+        "Share of a CUDA device's memory that weights, activations, CUDA graphs, cache and whatever else is "
+        "on it may take together; not used where --kv-cache-memory is given.",
         "SHARE",
     )
     cuda_graphs: bool = _switch(
         True,
-        "Replay steps that only decode as CUDA graphs, captured at the start, for up to 256 sequences; not with "
-        "--tensor-parallel-size (vLLM's --enforce-eager is --no-cuda-graphs here).",
+        "Replay steps that only decode as CUDA graphs, captured at the start, for up to 256 sequences; "
+        "not with --tensor-parallel-size (vLLM's --enforce-eager is --no-cuda-graphs here).",
     )
     async_scheduling: bool | None = _switch(
         None,
-        "While all sequences just decode, hand the device the next step before the tokens of this one are read. Changes no "
-        "token; not with --tensor-parallel-size.",
+        "While all sequences just decode, hand the device the next step before the tokens of this one are "
+        "read. Changes no token; not with --tensor-parallel-size.",
         shown="true on a CUDA device",
     )
     prefix_caching: bool = _switch(
@@ -249,7 +250,8 @@ class Settings:
     )
     weight_cache: bool = _switch(
         True,
-        "Keep the weights of models up to 4 GiB as they are packed for this processor, so that later starts are faster.",
+        "Keep the weights of models up to 4 GiB as they are packed for this processor, so that later "
+        "starts are faster.",
     )
     max_connections: int = _setting(
         4096,
@@ -290,7 +292,8 @@ class Settings:
     metrics_port: int | None = _setting(
         None,
         integer(0, 65535),
-        "Port of a listener of its own for /metrics, which needs no key; --port then has no /metrics. 0 takes a free one.",
+        "Port of a listener of its own for /metrics, which needs no key; --port then has no /metrics. "
+        "0 takes a free one.",
         "PORT",
         shown="/metrics on --port",
     )
@@ -316,7 +319,8 @@ class Settings:
     otlp_endpoint: str | None = _setting(
         None,
         url,
-        "Address of an OpenTelemetry collector (OTLP over HTTP) that gets a trace of every request; needs gemserve[otel].",
+        "Address of an OpenTelemetry collector (OTLP over HTTP) that gets a trace of every request; "
+        "needs gemserve[otel].",
         "URL",
         shown="OTEL_EXPORTER_OTLP_ENDPOINT or none",
     )
@@ -334,8 +338,9 @@ class Settings:
             object.__setattr__(self, item.name, value)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise SettingsError(
-                f"--max-num-batched-tokens {self.max_num_batched_tokens} is less than --max-num-seqs {self.max_num_seqs}: "
-                f"every running sequence needs one token per step; raise the first or lower the second"
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} is less than --max-num-seqs "
+                f"{self.max_num_seqs}: every running sequence needs one token per step; "
+                "raise the first or lower the second"
             )
 
 
@@ -459,9 +464,12 @@ def settings_table() -> str:
     lines = [
         "# Settings",
         "",
-        "Generated by `make docs` from `server/settings/`. Flags win over variables, variables over the TOML file named by",
-        f"`--config` (or `{CONFIG_VARIABLE}`), the file over the defaults. Keys of the file are the flags' names.",
-        "A switch also has a `--no-` form. Lists are separated by spaces after a flag and by commas in a variable.",
+        "Generated by `make docs` from `server/settings/`. Flags win over variables, variables over the "
+        "TOML file named by",
+        f"`--config` (or `{CONFIG_VARIABLE}`), the file over the defaults. "
+        "Keys of the file are the flags' names.",
+        "A switch also has a `--no-` form. Lists are separated by spaces after a flag and by "
+        "commas in a variable.",
         "",
         "| flag | variable | meaning | default |",
         "|---|---|---|---|",
@@ -472,7 +480,8 @@ def settings_table() -> str:
         lines.append(f"| `{flag}` | `{item.variable}` | {item.doc.meaning} | {item.shown_default} |")
     lines += [
         "",
-        f"One variable is no setting: `{CPU_ISA_VARIABLE}` names the highest instruction set of the processor to use, one of",
+        f"One variable is no setting: `{CPU_ISA_VARIABLE}` names the highest instruction set of the "
+        "processor to use, one of",
         f"{', '.join(CPU_ISAS)}. Without it all are used. It is for tests and for comparisons.",
     ]
     return "\n".join(lines) + "\n"

@@ -57,10 +57,16 @@ class Summary:
             num_texts = len({document.text for document in of_schema})
             yield f"{name:<24}{_counted(counts)}, {num_texts} different"
         for document in self.faults()[:SHOWN_FAULTS]:
-            yield f"{document.schema}, seed {document.seed}: {document.fault or document.finish_reason}: {document.text!r}"
+            yield (
+                f"{document.schema}, seed {document.seed}: {document.fault or document.finish_reason}: "
+                f"{document.text!r}"
+            )
         tokens = sum(document.num_tokens for document in self.documents)
         counts = _counted(self.counts())
-        yield f"documents: {len(self.documents)} over {len(CASES)} schemas: {counts}; {tokens} tokens in {self.seconds:.0f} s"
+        yield (
+            f"documents: {len(self.documents)} over {len(CASES)} schemas: {counts}; "
+            f"{tokens} tokens in {self.seconds:.0f} s"
+        )
 
 
 def _counted(counts: Counter[str]) -> str:

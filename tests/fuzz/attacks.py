@@ -206,7 +206,10 @@ class Attacks:
         choose = self._random
         match choose.randrange(4):
             case 0:
-                head = f"GET /health HTTP/1.1\r\nhost: localhost\r\nx-a: {'a' * choose.choice((60_000, 70_000, 500_000))}\r\n\r\n"
+                head = (
+                    "GET /health HTTP/1.1\r\nhost: localhost\r\n"
+                    f"x-a: {'a' * choose.choice((60_000, 70_000, 500_000))}\r\n\r\n"
+                )
             case 1:
                 head = (
                     "GET /health HTTP/1.1\r\nhost: localhost\r\n"

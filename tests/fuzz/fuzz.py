@@ -45,9 +45,9 @@ class Summary:
     def line(self) -> str:
         statuses = ", ".join(f"{count} x {status}" for status, count in sorted(self.statuses.items()))
         return (
-            f"fuzz: {self.num_requests} hostile requests of {len(self.kinds)} kinds; answers: {statuses}; memory "
-            f"{self.memory_before / 2**20:.1f} to {self.memory_after / 2**20:.1f} MiB, descriptors {self.descriptors_before} to "
-            f"{self.descriptors_after}; seed {self.seed}"
+            f"fuzz: {self.num_requests} hostile requests of {len(self.kinds)} kinds; answers: {statuses}; "
+            f"memory {self.memory_before / 2**20:.1f} to {self.memory_after / 2**20:.1f} MiB, "
+            f"descriptors {self.descriptors_before} to {self.descriptors_after}; seed {self.seed}"
         )
 
 

@@ -70,7 +70,10 @@ def test_answers_are_the_models_distribution_over_the_options(server: LiveServer
         "name": "refund",
         "probability": pytest.approx(expected(server, text, ids("Y", "N"))[0], abs=1e-9),
     }
-    text = "Which team?\n\nWhich of these is right? Answer with its label, and nothing else.\nA: billing\nB: true (a yes)\nC: true"
+    text = (
+        "Which team?\n\nWhich of these is right? Answer with its label, and nothing else.\nA: billing\n"
+        "B: true (a yes)\nC: true"
+    )
     found = expected(server, text, ids("A", "B", "C"))
     assert [item["value"] for item in choice["probabilities"]] == ["billing", True, "true"]
     assert [item["probability"] for item in choice["probabilities"]] == pytest.approx(found, abs=1e-9)
@@ -82,8 +85,8 @@ def test_answers_are_the_models_distribution_over_the_options(server: LiveServer
     )
     assert choice["confidence"] == pytest.approx(found[best], abs=1e-9)
     text = (
-        "How urgent?\n\nWhich of these levels is right? They go from the lowest to the highest. Answer with its label, and "
-        "nothing else.\nA: low\nB: middle\nC: high (now)"
+        "How urgent?\n\nWhich of these levels is right? They go from the lowest to the highest. "
+        "Answer with its label, and nothing else.\nA: low\nB: middle\nC: high (now)"
     )
     found = expected(server, text, ids("A", "B", "C"))
     assert [(item["label"], item["value"]) for item in score["probabilities"]] == [

@@ -16,8 +16,9 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_true_numbers(
     error = server.refused(COMPLETIONS, {"prompt": [9] * length, "max_tokens": 7, "stream": stream})
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
     assert error["message"] == (
-        f"This model's maximum context length is {LIMIT} tokens. However, you requested {length + 7} tokens ({length} in the "
-        f"messages, 7 in the completion). Please reduce the length of the messages or completion."
+        f"This model's maximum context length is {LIMIT} tokens. However, you requested {length + 7} tokens "
+        f"({length} in the messages, 7 in the completion). Please reduce the length of the "
+        "messages or completion."
     )
 
 

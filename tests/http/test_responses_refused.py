@@ -225,7 +225,10 @@ def test_a_client_that_leaves_stops_its_work_and_needs_the_key(stream: bool) -> 
         assert slow.post(RESPONSES, {"input": "x"}).status_code == 401
         slow.client.headers["authorization"] = "Bearer secret"
         payload = json.dumps({"input": "x", "seed": 0, "temperature": 1, "stream": stream}).encode()
-        head = "POST /v1/responses HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer secret\r\ncontent-type: application/json\r\n"
+        head = (
+            "POST /v1/responses HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer secret\r\n"
+            "content-type: application/json\r\n"
+        )
         with socket.create_connection(("127.0.0.1", slow.port), timeout=60) as connection:
             connection.sendall(f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload)
             slow.wait_for(lambda: slow.metric("requests_running") == 1, seconds=60)

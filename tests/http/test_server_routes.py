@@ -198,7 +198,10 @@ def test_openapi_names_what_an_answer_holds_and_requires_nothing_else(server: Li
             if options is asked:
                 assert set(value) == set(components[name]["properties"])
     taken = components["CompletionRequest"]["properties"], components["ChatCompletionRequest"]["properties"]
-    both = "allowed_token_ids logprob_token_ids prompt_logprobs return_token_ids include_stop_str_in_output skip_special_tokens"
+    both = (
+        "allowed_token_ids logprob_token_ids prompt_logprobs return_token_ids include_stop_str_in_output "
+        "skip_special_tokens"
+    )
     for fields, names in zip(taken, ("best_of", "add_generation_prompt continue_final_message"), strict=True):
         assert set(f"{both} truncate_prompt_tokens {names}".split()) <= set(fields)
         assert "suffix" not in fields

@@ -301,7 +301,8 @@ import json, sys
 from server.app import create_app
 from server.settings.settings import Settings
 create_app(Settings(), engine_factory=lambda settings, report: None)
-print(json.dumps(sorted(name for name in sys.modules if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter")))))
+parts = ("opentelemetry.sdk", "opentelemetry.exporter")
+print(json.dumps(sorted(name for name in sys.modules if name.startswith(parts))))
 """
 
 

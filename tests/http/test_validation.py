@@ -158,10 +158,10 @@ ACCEPTED: list[tuple[str, Any]] = [
     ("response_format", {"type": "text"}),
 ]
 NULLABLE = (
-    "model max_tokens min_tokens temperature top_p top_k min_p seed n stop stop_token_ids ignore_eos stream stream_options user "
-    "logprobs echo presence_penalty frequency_penalty repetition_penalty logit_bias cache_salt best_of suffix metadata "
-    "allowed_token_ids logprob_token_ids prompt_logprobs return_token_ids include_stop_str_in_output skip_special_tokens "
-    "truncate_prompt_tokens"
+    "model max_tokens min_tokens temperature top_p top_k min_p seed n stop stop_token_ids ignore_eos stream "
+    "stream_options user logprobs echo presence_penalty frequency_penalty repetition_penalty logit_bias "
+    "cache_salt best_of suffix metadata allowed_token_ids logprob_token_ids prompt_logprobs return_token_ids "
+    "include_stop_str_in_output skip_special_tokens truncate_prompt_tokens"
 )
 
 

@@ -52,7 +52,9 @@ SAME = {
     "vllm:time_to_first_token_seconds_count": "gemserve_time_to_first_token_seconds_count",
     "vllm:time_to_first_token_seconds_sum": "gemserve_time_to_first_token_seconds_sum",
     "vllm:inter_token_latency_seconds_count": "gemserve_inter_token_latency_seconds_count",
-    "vllm:request_time_per_output_token_seconds_count": "gemserve_request_time_per_output_token_seconds_count",
+    "vllm:request_time_per_output_token_seconds_count": (
+        "gemserve_request_time_per_output_token_seconds_count"
+    ),
     "vllm:e2e_request_latency_seconds_count": "gemserve_request_duration_seconds_count",
     "vllm:request_queue_time_seconds_count": "gemserve_request_queue_seconds_count",
     "vllm:request_prefill_time_seconds_count": "gemserve_request_prefill_seconds_count",

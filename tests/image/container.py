@@ -26,8 +26,8 @@ mount --bind "$models" "$root/models"
 mount -o remount,bind,ro "$root/models"
 mount -t tmpfs -o "uid=$uid,gid=$gid,mode=0700,nosuid,nodev" tmpfs "$root/cache"
 cd /
-exec chroot "$root" /usr/bin/setpriv --reuid="$uid" --regid="$gid" --clear-groups --no-new-privs --inh-caps=-all \\
-    --bounding-set=-all "$@"
+exec chroot "$root" /usr/bin/setpriv --reuid="$uid" --regid="$gid" --clear-groups --no-new-privs \\
+    --inh-caps=-all --bounding-set=-all "$@"
 """
 
 

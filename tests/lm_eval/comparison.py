@@ -20,9 +20,9 @@ class Comparison:
 
     def line(self) -> str:
         return (
-            f"lm-eval: accuracy {self.accuracy:.2f} over HTTP, {self.reference_accuracy:.2f} in this process; largest difference "
-            f"of {self.num_continuations} log-probabilities {self.largest_difference:.1e}; {self.num_greedy} greedy, "
-            f"{len(self.wrong_flags)} flags wrong"
+            f"lm-eval: accuracy {self.accuracy:.2f} over HTTP, {self.reference_accuracy:.2f} in this "
+            f"process; largest difference of {self.num_continuations} log-probabilities "
+            f"{self.largest_difference:.1e}; {self.num_greedy} greedy, {len(self.wrong_flags)} flags wrong"
         )
 
 

@@ -43,10 +43,12 @@ class Summary:
     def line(self) -> str:
         tally = self.tally
         return (
-            f"overload: {NUM_CLIENTS} clients on {PLACES} places for {self.seconds:g} s: goodput {self.goodput:.0f} of "
-            f"{self.best:.0f} tokens/s ({self.share:.1%}); {len(tally.answers)} finished, {tally.num_refused} refused, "
-            f"{tally.num_left} left, {tally.num_timed_out} timed out; p99 {tally.percentile(0.99):.2f} s of {DEADLINE:g} s; "
-            f"Retry-After {min(tally.waits)} to {max(tally.waits)} s; memory {self.memory_growth / 2**20:+.1f} MiB"
+            f"overload: {NUM_CLIENTS} clients on {PLACES} places for {self.seconds:g} s: "
+            f"goodput {self.goodput:.0f} of {self.best:.0f} tokens/s ({self.share:.1%}); "
+            f"{len(tally.answers)} finished, {tally.num_refused} refused, "
+            f"{tally.num_left} left, {tally.num_timed_out} timed out; p99 {tally.percentile(0.99):.2f} s of "
+            f"{DEADLINE:g} s; Retry-After {min(tally.waits)} to {max(tally.waits)} s; "
+            f"memory {self.memory_growth / 2**20:+.1f} MiB"
         )
 
 

@@ -127,7 +127,8 @@ def check_throughput(serve: RayServe, replicas: list[Replica], sessions: list[li
         two.append(throughput(serve, replicas, (sessions[0] + sessions[1]) * THROUGHPUT_CLIENTS))
     gain = statistics.median(two) / statistics.median(one)
     passed(
-        f"{statistics.median(one):.0f} tokens per second of a processor with one replica, {gain:.2f} times that with two"
+        f"{statistics.median(one):.0f} tokens per second of a processor with one replica, "
+        f"{gain:.2f} times that with two"
     )
     assert gain > LEAST_GAIN, f"a second replica should give more than {LEAST_GAIN} times the throughput"
 

@@ -154,7 +154,8 @@ def check_prefixes(client: httpx.Client, workers: list[Replica]) -> None:
     )  # the question and an unfinished block are new
     shares = [sum(place == {index} for place in places) for index in range(len(workers))]
     passed(
-        f"prefixes stay with their replica ({shares[0]} and {shares[1]}); {hit / queried:.0%} of their tokens hit"
+        f"prefixes stay with their replica ({shares[0]} and {shares[1]}); "
+        f"{hit / queried:.0%} of their tokens hit"
     )
 
 
@@ -193,7 +194,8 @@ def check_stop(client: httpx.Client, workers: list[Replica]) -> None:
     taken = workers[1].num_completions - taken
     assert taken >= num_later, f"the other replica took {taken:g} requests since"
     passed(
-        f"one of two replicas stopped under load: none of {num_before} requests failed, nor of {num_later} after it"
+        f"one of two replicas stopped under load: none of {num_before} requests failed, "
+        f"nor of {num_later} after it"
     )
 
 

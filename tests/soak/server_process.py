@@ -29,7 +29,8 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 _LISTENING = re.compile(r"listening on http://127\.0\.0\.1:(\d+)")
 _RECORD = re.compile(
-    r"gemserve\.request: \S+ request_id=(\S+) (\w+) (\w+) prompt_tokens=(\d+) generated_tokens=(\d+) ttft=(\S+)"
+    r"gemserve\.request: \S+ request_id=(\S+) (\w+) (\w+) "
+    r"prompt_tokens=(\d+) generated_tokens=(\d+) ttft=(\S+)"
 )
 
 

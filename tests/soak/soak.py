@@ -47,9 +47,10 @@ class Summary:
 
     def line(self) -> str:
         return (
-            f"soak: {self.num_requests} requests, {self.num_finished} finished, {self.num_left} left early, {self.num_refused} "
-            f"refused, {self.num_repeats} greedy repeats; {self.generated_tokens} tokens, {self.cached_share:.0%} of prompts "
-            f"cached, {self.preemptions:.0f} preemptions, {self.evictions:.0f} evictions, demand {self.demand:.1f} times the "
+            f"soak: {self.num_requests} requests, {self.num_finished} finished, {self.num_left} left early, "
+            f"{self.num_refused} refused, {self.num_repeats} greedy repeats; {self.generated_tokens} tokens, "
+            f"{self.cached_share:.0%} of prompts cached, {self.preemptions:.0f} preemptions, "
+            f"{self.evictions:.0f} evictions, demand {self.demand:.1f} times the "
             f"cache; memory {self.memory_before / 2**20:.1f} to {self.memory_after / 2**20:.1f} MiB "
             f"({self.memory_growth:+.2%}); seed {self.seed}"
         )

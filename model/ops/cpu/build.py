@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cpp"
 PREBUILT = Path(__file__).parent / "prebuilt"  # looked at before the cache
-# -ffp-contract=off: only the fused multiply-adds that the source asks for, so that results do not depend on the compiler's mood.
+# -ffp-contract=off: only the fused multiply-adds that the source asks for, so that results do not depend on
+# the compiler's mood.
 COMMON_FLAGS = ("-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra")
 DIGEST_BYTES = 32
 OPTIMISED = ("-O3",)

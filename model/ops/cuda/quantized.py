@@ -91,8 +91,8 @@ def check_fp8(dtype: torch.dtype, capability: tuple[int, int]) -> None:
     """Raises ConfigError where a CUDA device of this compute capability has no fp8 products of this dtype."""
     if capability < FP8_CAPABILITY:
         raise ConfigError(
-            f"--quantization fp8 needs a GPU of compute capability {'.'.join(map(str, FP8_CAPABILITY))} or later (Ada, Hopper); "
-            f"this one has {'.'.join(map(str, capability))}. Use int8 or none."
+            f"--quantization fp8 needs a GPU of compute capability {'.'.join(map(str, FP8_CAPABILITY))} or "
+            f"later (Ada, Hopper); this one has {'.'.join(map(str, capability))}. Use int8 or none."
         )
     if dtype != torch.bfloat16:
         raise ConfigError(

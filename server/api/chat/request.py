@@ -24,7 +24,8 @@ class ChatCompletionRequest(ChoicesRequest):
     )
     continue_final_message: bool | None = Field(
         None,
-        description="The answer continues the last message, whose turn stays open; without a generation prompt.",
+        description="The answer continues the last message, whose turn stays open; "
+        "without a generation prompt.",
     )
     tools: ToolList | None = None
     tool_choice: ToolChoiceField | None = None

@@ -81,6 +81,9 @@ def _num_candidates(body: CompletionRequest, n: int) -> int:
         message = f"Invalid value for 'best_of': expected at least n = {n}, got {body.best_of}."
         raise invalid_request(message, param="best_of", code="integer_below_min_value")
     if body.best_of > n and body.stream:
-        message = "Invalid value for 'best_of': with 'stream' the best choice is not known before its end; leave one of them out."
+        message = (
+            "Invalid value for 'best_of': with 'stream' the best choice is not known before its end; "
+            "leave one of them out."
+        )
         raise invalid_request(message, param="best_of", code="invalid_value")
     return body.best_of

@@ -89,7 +89,10 @@ def _predicate(question: DecisionQuestion, labels: Labels, param: str) -> AskedQ
     for words in (_YES_NO, _SHORT_YES_NO):
         ids = [labels.token_of(word) for word in words]
         if None not in ids:
-            text = f"{question.instructions}\n\nIs this true? Answer with {words[0]} or {words[1]}, and nothing else."
+            text = (
+                f"{question.instructions}\n\nIs this true? Answer with {words[0]} or {words[1]}, "
+                "and nothing else."
+            )
             return AskedQuestion(question, text, tuple(token_id for token_id in ids if token_id is not None))
     raise _too_few_tokens(param)
 
@@ -99,7 +102,10 @@ def _shown(value: str | bool) -> str:
 
 
 def _too_few_tokens(param: str) -> ApiError:
-    message = f"Invalid value for '{param}': the vocabulary of this model has too few short tokens for so many options."
+    message = (
+        f"Invalid value for '{param}': the vocabulary of this model has too few short tokens for "
+        "so many options."
+    )
     return invalid_request(message, param=param, code="invalid_value")
 
 

@@ -40,7 +40,10 @@ async def prepare_decisions(
         raise unsupported_parameter("stream", "Leave it out.")
     priority = checked_priority(state.settings, body.priority)
     if len(body.questions) * num_characters(body.input) > MAX_BODY_BYTES:
-        message = "Invalid value for 'questions': so many of them about so long an input are too much; ask fewer at once."
+        message = (
+            "Invalid value for 'questions': so many of them about so long an input are too much; "
+            "ask fewer at once."
+        )
         raise invalid_request(message, param="questions", code="array_above_max_length")
     questions = _asked(loaded, body)
     messages, names = item_messages(body.input)

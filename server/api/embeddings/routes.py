@@ -51,7 +51,8 @@ class EmbeddingRequest(GenerationBody):
     dimensions: int | None = Field(None, description="Only the model's own.")
     truncate_prompt_tokens: Truncation | None = Field(
         None,
-        description="Keep this many tokens at an input's end (-1: what fits), and a beginning-of-sequence token in front.",
+        description="Keep this many tokens at an input's end (-1: what fits), "
+        "and a beginning-of-sequence token in front.",
     )
     user: Annotated[str, Field(max_length=512)] | None = None
 
@@ -65,7 +66,10 @@ async def prepare_embeddings(
         raise unsupported_parameter("stream", "Leave it out.")
     size = loaded.hidden_size
     if body.dimensions is not None and body.dimensions != size:
-        message = f"Embeddings of this model have {size} dimensions and lose their meaning when they are cut. Leave it out."
+        message = (
+            f"Embeddings of this model have {size} dimensions and lose their meaning when they are "
+            "cut. Leave it out."
+        )
         raise unsupported_parameter("dimensions", message)
     priority = checked_priority(state.settings, body.priority)
     inputs = prompt_list(body.input)

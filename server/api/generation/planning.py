@@ -66,7 +66,10 @@ def check_stream_options(options: WireModel | None, stream: bool | None) -> None
 
 def check_num_sequences(num_prompts: int, n: int, param: str, count_param: str) -> None:
     if num_prompts * n > MAX_SEQUENCES:
-        message = f"Invalid value for '{count_param}': {num_prompts} prompts x {n} choices are more than the limit of {MAX_SEQUENCES}."
+        message = (
+            f"Invalid value for '{count_param}': {num_prompts} prompts x {n} choices are more than the limit "
+            f"of {MAX_SEQUENCES}."
+        )
         raise invalid_request(message, param=count_param if n > 1 else param, code="integer_above_max_value")
 
 

@@ -9,8 +9,8 @@ def checked_priority(settings: Settings, priority: int | None) -> int:
     that relies on another order has to know."""
     if priority and settings.scheduling_policy != "priority":
         message = (
-            f"Invalid value for 'priority': this server starts requests in the order in which they come, got {priority}. "
-            f"Leave it out or set it to 0; --scheduling-policy priority turns priorities on."
+            "Invalid value for 'priority': this server starts requests in the order in which they come, "
+            f"got {priority}. Leave it out or set it to 0; --scheduling-policy priority turns priorities on."
         )
         raise invalid_request(message, param="priority", code="invalid_value")
     return priority or 0

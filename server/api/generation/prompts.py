@@ -95,10 +95,16 @@ async def encode_chat(
     Raises PromptTooLongError for what is certain to have more than ``max_tokens`` before it is encoded."""
     if continue_final_message:
         if add_generation_prompt:
-            message = "Invalid value for 'add_generation_prompt': with 'continue_final_message' it must be false or left out."
+            message = (
+                "Invalid value for 'add_generation_prompt': with 'continue_final_message' it must be "
+                "false or left out."
+            )
             raise invalid_request(message, param="add_generation_prompt", code="invalid_value")
         if conversation.messages[-1].role not in ("user", "assistant"):
-            message = "Invalid value for 'continue_final_message': the last message must be one of role 'assistant' or 'user'."
+            message = (
+                "Invalid value for 'continue_final_message': the last message must be one of role "
+                "'assistant' or 'user'."
+            )
             raise invalid_request(message, param="continue_final_message", code="invalid_value")
     opens_turn = not continue_final_message and add_generation_prompt is not False
     strict = state.settings.strict_roles

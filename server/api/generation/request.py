@@ -1,6 +1,6 @@
 """What the bodies of the generation endpoints share. Types are strict (true is no integer, "5" and
-2.0 are no integers, no NaN), every number is bounded, and an explicit null means the default. What a request means is decided in
-``planning`` and in the plans of the endpoints, not here.
+2.0 are no integers, no NaN), every number is bounded, and an explicit null means the default. What a request
+means is decided in ``planning`` and in the plans of the endpoints, not here.
 """
 
 from typing import Annotated, Any
@@ -202,7 +202,8 @@ class GenerationRequest(GenerationBody):
     )
     truncate_prompt_tokens: Truncation | None = Field(
         None,
-        description="Keep this many tokens at the prompt's end (-1: what fits), and a beginning-of-sequence token in front.",
+        description="Keep this many tokens at the prompt's end (-1: what fits), "
+        "and a beginning-of-sequence token in front.",
     )
     structured_outputs: StructuredOutputs | None = None
     guided_json: SchemaField | None = None
@@ -231,7 +232,8 @@ class ChoicesRequest(GenerationRequest):
     response_format: ResponseFormat | None = None
     logprob_token_ids: Annotated[list[TokenId], Field(max_length=MAX_LOGPROB_TOKEN_IDS)] | None = Field(
         None,
-        description="With logprobs: the alternatives reported at each generated position, instead of the likeliest.",
+        description="With logprobs: the alternatives reported at each generated position, "
+        "instead of the likeliest.",
     )
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
         None,

@@ -84,7 +84,8 @@ _REASONS: Mapping[str, str] = {
     "max_tokens": "Use 'max_output_tokens'.",
     "previous_response_id": "Nothing is stored: send the earlier items in 'input'.",
     "response_format": "Use 'text.format'.",
-    "suffix": "The model continues text and was not trained to fill in the middle: put what comes before the gap into 'prompt'.",
+    "suffix": "The model continues text and was not trained to fill in the middle: put what comes before the "
+    "gap into 'prompt'.",
 }
 
 

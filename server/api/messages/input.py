@@ -29,7 +29,10 @@ def chat_messages(body: CountTokensRequest) -> tuple[list[dict[str, Any]], list[
         messages += turns
         names += [name] * len(turns)
     if len(messages) > MAX_MESSAGES:
-        text = f"Invalid value for 'messages': expected at most {MAX_MESSAGES} turns and results of calls, got {len(messages)}."
+        text = (
+            f"Invalid value for 'messages': expected at most {MAX_MESSAGES} turns and results of calls, "
+            f"got {len(messages)}."
+        )
         raise invalid_request(text, param="messages", code="array_above_max_length")
     return messages, names
 
@@ -79,7 +82,10 @@ def _user_turn(message: InputMessage, name: str) -> list[dict[str, Any]]:
 def _check_kind(role: str, block: ContentBlock, place: str) -> None:
     if block.type not in ("text", _KINDS.get(role)):
         owner = next(owner for owner, kind in _KINDS.items() if kind == block.type)
-        message = f"Invalid value for '{place}.type': only a message of role '{owner}' has blocks of type '{block.type}'."
+        message = (
+            f"Invalid value for '{place}.type': only a message of role '{owner}' has blocks of "
+            f"type '{block.type}'."
+        )
         raise invalid_request(message, param=f"{place}.type", code="invalid_value")
 
 

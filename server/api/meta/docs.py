@@ -18,8 +18,8 @@ ASSETS = {
 # Swagger UI sets styles on elements and has its icons in data URLs. Paths are relative, so that the page
 # works behind a prefix.
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _PAGE = """<!doctype html>
 <html lang="en">

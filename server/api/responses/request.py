@@ -56,7 +56,10 @@ def _check_item(value: object) -> object:
 
 
 def _unsupported(what: str, kind: str) -> PydanticCustomError:
-    text = "{what} of type {kind} are not supported: this server takes text and calls of functions, and stores nothing"
+    text = (
+        "{what} of type {kind} are not supported: this server takes text and calls of functions, "
+        "and stores nothing"
+    )
     return PydanticCustomError("unsupported_value", text, {"what": what, "kind": repr(kind[:40])})
 
 

@@ -55,7 +55,8 @@ class TokenizeRequest(WireModel):
     ) = None
     add_special_tokens: bool | None = Field(
         None,
-        description="False: no beginning-of-sequence token is put in front of the prompt. A chat always has exactly one.",
+        description="False: no beginning-of-sequence token is put in front of the prompt. "
+        "A chat always has exactly one.",
     )
     add_generation_prompt: bool | None = Field(None, description="Of messages, as for chat completions.")
     continue_final_message: bool | None = Field(None, description="Of messages, as for chat completions.")

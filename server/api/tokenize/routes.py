@@ -92,7 +92,10 @@ def _check_source(body: TokenizeRequest) -> None:
         others = ("messages", "add_generation_prompt", "continue_final_message", "tools")
         surplus = next((name for name in others if getattr(body, name) is not None), None)
         if surplus is not None:
-            message = f"Invalid value for '{surplus}': it does not go with 'prompt'; send one of 'prompt' and 'messages'."
+            message = (
+                f"Invalid value for '{surplus}': it does not go with 'prompt'; "
+                "send one of 'prompt' and 'messages'."
+            )
             raise invalid_request(message, param=surplus, code="invalid_value")
 
 

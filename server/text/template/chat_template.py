@@ -65,7 +65,8 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
             where = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise ChatTemplateError(
-                f"The chat template is not valid Jinja{where}: {error}. Give a correct one with --chat-template.",
+                f"The chat template is not valid Jinja{where}: {error}. "
+                "Give a correct one with --chat-template.",
                 "chat_template",
             ) from error
         self._takes_parts = self._probe_parts()

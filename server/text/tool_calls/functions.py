@@ -51,9 +51,11 @@ def functions_text(functions: Iterable[Function]) -> str:
         listed.append(json.dumps(shown, ensure_ascii=False))
     joined = ",\n".join(listed)
     return (
-        "You have access to the functions listed below. To call one, you must answer with a JSON object of this form and no "
-        'other text:\n{"name": function name, "parameters": object with the arguments by name}\n'
-        "To call several at once, answer with a JSON list of such objects. Where no function helps, answer in plain text.\n"
+        "You have access to the functions listed below. To call one, you must answer with a JSON object "
+        'of this form and no other text:\n{"name": function name, "parameters": '
+        "object with the arguments by name}\n"
+        "To call several at once, answer with a JSON list of such objects. "
+        "Where no function helps, answer in plain text.\n"
         f"The functions, each with the JSON schema of its parameters:\n[\n{joined}\n]"
     )
 

@@ -32,8 +32,16 @@ class Refusal:
 NOT_SENT = "not sent by litellm"
 
 
-def refusal(ids: str, kind: str, name: str, status: int, code: str | None, param: str | None = None, litellm: str | None = None,
-            **body: Any) -> Refusal:  # fmt: skip
+def refusal(
+    ids: str,
+    kind: str,
+    name: str,
+    status: int,
+    code: str | None,
+    param: str | None = None,
+    litellm: str | None = None,
+    **body: Any,
+) -> Refusal:
     return Refusal(ids, kind, rule(kind=kind, **body).body, name, status, code, param, litellm)
 
 
@@ -58,9 +66,10 @@ REFUSALS = [
     refusal("E4 M2", CHAT, *BAD, "context_length_exceeded", "messages", "ContextWindowExceededError",
             messages=[{"role": "user", "content": "a" * CONTEXT}]),
     refusal("E5 C3", CHAT, "NotFoundError", 404, "model_not_found", "model", model="gpt-x"),
-    refusal("E10 N2", CHAT, "APIStatusError", 408, "request_timeout", litellm="Timeout", timeout=0.001, max_tokens=1400,
-            logit_bias={"400": 100}),
-    refusal("E11", CHAT, "InternalServerError", 500, "internal_error", seed=texts.FAILING_AT_ONCE, temperature=1),
+    refusal("E10 N2", CHAT, "APIStatusError", 408, "request_timeout", litellm="Timeout",
+            timeout=0.001, max_tokens=1400, logit_bias={"400": 100}),
+    refusal("E11", CHAT, "InternalServerError", 500, "internal_error",
+            seed=texts.FAILING_AT_ONCE, temperature=1),
 ]  # fmt: skip
 
 

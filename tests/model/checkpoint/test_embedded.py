@@ -56,6 +56,9 @@ def test_weights_stream_in_the_order_of_the_network(embedded: Checkpoint) -> Non
 
 
 def test_importing_the_package_imports_no_torch() -> None:
-    code = "import sys, model.config.gemma3_config, model.checkpoint.open, model.checkpoint.base; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, model.config.gemma3_config, model.checkpoint.open, model.checkpoint.base; "
+        "sys.exit('torch' in sys.modules)"
+    )
     root = Path(__file__).parents[3]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

@@ -267,7 +267,8 @@ def test_a_target_without_a_token_fails_alone() -> None:
     "error",
     [
         RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
+            "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: "
+            "can't allocate memory: you tried to"
         ),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
         MemoryError(),

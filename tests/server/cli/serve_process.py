@@ -50,7 +50,8 @@ def endless(settings, report_phase, checkpoint):
 
 late_shutdown = fake_model
 
-class LateServer(serving.Server):  # says when it has handled a signal, and begins to shut down once it is told to by SIGUSR1
+# Says when it has handled a signal, and begins to shut down once it is told to by SIGUSR1.
+class LateServer(serving.Server):
     may_shut_down = False
 
     def handle_exit(self, sig, frame):

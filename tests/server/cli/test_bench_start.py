@@ -15,7 +15,10 @@ def test_a_start_is_measured_until_ready_and_beyond(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = write_tiny_folder(tmp_path / "tiny")
-    arguments = f"{model} --dtype float32 --num-threads 1 --kv-cache-memory 64MiB --max-num-seqs 4 --max-num-batched-tokens 64"
+    arguments = (
+        f"{model} --dtype float32 --num-threads 1 --kv-cache-memory 64MiB --max-num-seqs 4 "
+        "--max-num-batched-tokens 64"
+    )
     arguments += " --log-format json --log-level error"  # the address is found all the same
     assert main(["bench", "--start", "1", "--json", "--serve-arguments", arguments]) == 0
     output = capsys.readouterr()

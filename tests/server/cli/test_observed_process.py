@@ -81,8 +81,8 @@ def test_a_metrics_port_that_is_taken_is_named() -> None:
             _, error = process.communicate(timeout=60)
     assert process.returncode == 1
     assert (
-        f"cannot listen on 127.0.0.1 port {port}: Address already in use; choose another --metrics-port or --host"
-        in error
+        f"cannot listen on 127.0.0.1 port {port}: Address already in use; "
+        "choose another --metrics-port or --host" in error
     )
 
 

@@ -39,7 +39,8 @@ def test_a_full_disk_ends_the_start_with_one_line(tmp_path: Path) -> None:
     script = (
         "import resource, sys; from server.__main__ import main\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))\n"
-        f"sys.exit(main(['serve', {str(model)!r}, '--port', '0', '--cache-dir', {str(tmp_path / 'cache')!r}]))\n"
+        f"sys.exit(main(['serve', {str(model)!r}, '--port', '0', '--cache-dir', "
+        f"{str(tmp_path / 'cache')!r}]))\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=120, check=False

@@ -70,7 +70,10 @@ def open_stream(port: int) -> socket.socket:
     """A long stream that has begun; what follows its head is not read."""
     connection = socket.create_connection(("127.0.0.1", port), timeout=SOON)
     body = json.dumps(LONG).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}"
+    )
     connection.sendall(head.encode() + b"\r\n\r\n" + body)
     assert connection.recv(1) == b"H"
     return connection

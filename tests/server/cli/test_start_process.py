@@ -20,7 +20,10 @@ def load(settings, report_phase, checkpoint):
 
 model.checkpoint.open.open_checkpoint = lambda *args, **kwargs: None
 serving.load_engine = load
-atexit.register(lambda: print("collections at the end:", gc.isenabled(), gc.get_freeze_count() > 10_000, file=sys.stderr))
+@atexit.register
+def report():
+    print("collections at the end:", gc.isenabled(), gc.get_freeze_count() > 10_000, file=sys.stderr)
+
 sys.exit(main(["serve", "--port", "0"]))
 """
 

@@ -89,8 +89,8 @@ def list_candidates_kernel(
 
 @triton.jit
 def _border(
-    states, bins, row, num_rows, largest, temperature, top_p, min_p, MASS_SCALE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    states, bins, row, num_rows, largest, temperature, top_p, min_p,
+    MASS_SCALE: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """(border, mass of a token at it, number of those that are kept): top_p keeps all tokens above the
     border."""

@@ -59,7 +59,8 @@ def test_concurrent_starts_build_once(tmp_path: Path, monkeypatch: pytest.Monkey
     sources.mkdir()
     (sources / "tiny.cpp").write_text('extern "C" int answer() { return 42; }\n')
     script = (
-        "import logging, sys; from pathlib import Path; from model.ops.cpu import build as cpu_build; import ctypes\n"
+        "import logging, sys; from pathlib import Path; from model.ops.cpu import build as cpu_build; "
+        "import ctypes\n"
         "logging.basicConfig(level=logging.INFO)\n"
         f"cpu_build.SOURCES = Path({str(sources)!r})\n"
         f"path = cpu_build.build(cpu_build.VARIANTS[-1], Path({str(tmp_path / 'cache')!r}))\n"

@@ -1,7 +1,7 @@
 """Compiles the kernels for real GPUs, without having one: what the interpreter lets pass (types, shared
 memory) fails here.
 
-    python -m tests.model.ops.cuda.compile_kernels            every launch of every published size, Ampere to Blackwell
+    python -m tests.model.ops.cuda.compile_kernels            every launch of every size, Ampere to Blackwell
     python -m tests.model.ops.cuda.compile_kernels --quick    two kernels, one size, one architecture each
 
 The operations run on tensors of the meta device, and their launches are compiled instead of made: so what is

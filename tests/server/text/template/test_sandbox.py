@@ -57,9 +57,12 @@ def test_hostile_expressions_fail_without_effect(expression: str, tmp_path: Path
         "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
         "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
         "{% set ns = namespace(x=3) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
-        "{% set ns = namespace(x='xx') %}{% for i in range(60) %}{% set ns.x = ns.x | replace('x', ns.x) %}{% endfor %}",
-        "{% set ns = namespace(x='xx') %}{% for i in range(60) %}{% set ns.x = ns.x.replace('x', ns.x) %}{% endfor %}",
-        "{% set ns = namespace(x='xx') %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x, ns.x] | join(ns.x) %}{% endfor %}",
+        "{% set ns = namespace(x='xx') %}{% for i in range(60) %}{% set ns.x = ns.x | replace('x', ns.x) %}"
+        "{% endfor %}",
+        "{% set ns = namespace(x='xx') %}{% for i in range(60) %}"
+        "{% set ns.x = ns.x.replace('x', ns.x) %}{% endfor %}",
+        "{% set ns = namespace(x='xx') %}{% for i in range(60) %}"
+        "{% set ns.x = [ns.x, ns.x, ns.x] | join(ns.x) %}{% endfor %}",
     ],
 )
 def test_runaway_templates_are_stopped(template: str) -> None:
@@ -75,7 +78,8 @@ def test_runaway_templates_are_stopped(template: str) -> None:
     ("template", "text"),
     [
         (
-            "{% for i in range(3) %}{{ loop.index }}/{{ loop.length }}{{ '' if loop.last else ',' }}{% endfor %}",
+            "{% for i in range(3) %}{{ loop.index }}/{{ loop.length }}"
+            "{{ '' if loop.last else ',' }}{% endfor %}",
             "1/3,2/3,3/3",
         ),
         ("{% for i in [1, 2, 3, 4] if i % 2 == 0 %}{{ i }}{% else %}none{% endfor %}", "24"),
