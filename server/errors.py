@@ -5,7 +5,7 @@ The constructors below are the whole list: status, type and code stand here once
 traceback, a path of the server, or more than a bounded piece of what the client sent.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -65,6 +65,20 @@ def invalid_request(message: str, *, param: str | None = None, code: str | None 
     return ApiError(400, message, param=param, code=code)
 
 
+def missing_parameter(param: str, alternative: str = "") -> ApiError:
+    """``alternative``: what may stand in its place, added to the sentence."""
+    message = f"Missing required parameter: '{param}'{alternative}."
+    return ApiError(400, message, param=param, code="missing_required_parameter")
+
+
+def invalid_value(
+    name: str, reason: str, *, code: str = "invalid_value", param: str | None = None
+) -> ApiError:
+    """``reason``: the rest of the sentence, without its full stop. ``param``: the field that the error is
+    about, where it is not the one that the sentence names."""
+    return ApiError(400, f"Invalid value for '{name}': {reason}.", param=param or name, code=code)
+
+
 def unsupported_parameter(name: str, detail: str = "") -> ApiError:
     message = (
         f"The parameter '{shorten(name, 100)}' is not supported by this "
@@ -87,11 +101,14 @@ def context_length_exceeded(
     return ApiError(400, message, param=param, code="context_length_exceeded", rejection="context_length")
 
 
-def model_not_found(name: str) -> ApiError:
+def check_model(name: str | None, served_names: Collection[str]) -> None:
+    """Raises ApiError for a model that is not served. None: a request that names none takes what there is."""
+    if name is None or name in served_names:
+        return
     message = (
         f"The model `{shorten(name, 200)}` does not exist. GET /v1/models lists the models of this server."
     )
-    return ApiError(404, message, param="model", code="model_not_found", rejection="model_not_found")
+    raise ApiError(404, message, param="model", code="model_not_found", rejection="model_not_found")
 
 
 def unknown_url(method: str, path: str) -> ApiError:

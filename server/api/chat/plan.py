@@ -23,7 +23,7 @@ from server.api.generation.prompts import (
 )
 from server.api.generation.structured_output import choices_constraint
 from server.api.generation.tools import compile_constraint, tool_use
-from server.errors import invalid_request
+from server.errors import invalid_value
 from server.loading.load import LoadedEngine
 from server.state import ServerState
 
@@ -42,8 +42,7 @@ async def prepare_chat(
     n = body.n or 1
     check_num_sequences(1, n, "messages", "n")
     if body.top_logprobs is not None and not body.logprobs:
-        message = "Invalid value for 'top_logprobs': it needs 'logprobs': true."
-        raise invalid_request(message, param="top_logprobs", code="invalid_value")
+        raise invalid_value("top_logprobs", "it needs 'logprobs': true")
     use = tool_use(chat_functions(body.tools), body.tool_choice, body.parallel_tool_calls)
     conversation = chat_conversation(body.messages, () if use is None else use.shown, names)
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens

@@ -25,7 +25,7 @@ from server.api.generation.prompts import (
     prompt_list,
 )
 from server.api.generation.structured_output import choices_constraint, compile_grammar
-from server.errors import invalid_request
+from server.errors import invalid_value
 from server.loading.load import LoadedEngine
 from server.state import ServerState
 
@@ -78,12 +78,9 @@ def _num_candidates(body: CompletionRequest, n: int) -> int:
     if body.best_of is None:
         return n
     if body.best_of < n:
-        message = f"Invalid value for 'best_of': expected at least n = {n}, got {body.best_of}."
-        raise invalid_request(message, param="best_of", code="integer_below_min_value")
+        reason = f"expected at least n = {n}, got {body.best_of}"
+        raise invalid_value("best_of", reason, code="integer_below_min_value")
     if body.best_of > n and body.stream:
-        message = (
-            "Invalid value for 'best_of': with 'stream' the best choice is not known before its end; "
-            "leave one of them out."
-        )
-        raise invalid_request(message, param="best_of", code="invalid_value")
+        reason = "with 'stream' the best choice is not known before its end; leave one of them out"
+        raise invalid_value("best_of", reason)
     return body.best_of

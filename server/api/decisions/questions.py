@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.api.decisions.request import DecisionQuestion
-from server.errors import ApiError, invalid_request
+from server.errors import ApiError, invalid_value, missing_parameter
 from server.text.tokenizer import Tokenizer
 
 _YES_NO = ("Yes", "No")
@@ -58,14 +58,9 @@ def asked(question: DecisionQuestion, labels: Labels, param: str) -> AskedQuesti
     for name, owner in (("choices", "choice"), ("levels", "score")):
         given = getattr(question, name)
         if question.type == owner and given is None:
-            path = f"{param}.{name}"
-            raise invalid_request(
-                f"Missing required parameter: '{path}'.", param=path, code="missing_required_parameter"
-            )
+            raise missing_parameter(f"{param}.{name}")
         if question.type != owner and given is not None:
-            path = f"{param}.{name}"
-            message = f"Invalid value for '{path}': only a question of type '{owner}' has it."
-            raise invalid_request(message, param=path, code="invalid_value")
+            raise invalid_value(f"{param}.{name}", f"only a question of type '{owner}' has it")
     if question.type == "predicate":
         return _predicate(question, labels, param)
     if question.type == "choice":
@@ -102,11 +97,7 @@ def _shown(value: str | bool) -> str:
 
 
 def _too_few_tokens(param: str) -> ApiError:
-    message = (
-        f"Invalid value for '{param}': the vocabulary of this model has too few short tokens for "
-        "so many options."
-    )
-    return invalid_request(message, param=param, code="invalid_value")
+    return invalid_value(param, "the vocabulary of this model has too few short tokens for so many options")
 
 
 def probabilities(logprobs: Sequence[float]) -> list[float]:

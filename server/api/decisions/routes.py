@@ -23,7 +23,7 @@ from server.api.generation.wire_values import ResponseHead
 from server.api.responses.answer import wire_usage
 from server.api.responses.input import item_messages
 from server.api.schemas.description import answers, request_body
-from server.errors import context_length_exceeded, invalid_request, model_not_found, unsupported_parameter
+from server.errors import check_model, context_length_exceeded, invalid_value, unsupported_parameter
 from server.http.json_response import JsonResponse
 from server.loading.load import LoadedEngine
 from server.state import ServerState
@@ -34,17 +34,13 @@ from server.text.template.conversation import ChatMessage
 async def prepare_decisions(
     state: ServerState, loaded: LoadedEngine, body: DecisionRequest, response_id: str, ticket: Ticket
 ) -> GenerationPlan:
-    if body.model is not None and body.model not in loaded.model_names:
-        raise model_not_found(body.model)
+    check_model(body.model, loaded.model_names)
     if body.stream:
         raise unsupported_parameter("stream", "Leave it out.")
     priority = checked_priority(state.settings, body.priority)
     if len(body.questions) * num_characters(body.input) > MAX_BODY_BYTES:
-        message = (
-            "Invalid value for 'questions': so many of them about so long an input are too much; "
-            "ask fewer at once."
-        )
-        raise invalid_request(message, param="questions", code="array_above_max_length")
+        reason = "so many of them about so long an input are too much; ask fewer at once"
+        raise invalid_value("questions", reason, code="array_above_max_length")
     questions = _asked(loaded, body)
     messages, names = item_messages(body.input)
     ticket.admit(len(questions), 0)

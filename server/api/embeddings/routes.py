@@ -26,7 +26,7 @@ from server.api.generation.run import GenerationRun
 from server.api.generation.wire_values import ResponseHead
 from server.api.schemas.answers import EmbeddingsResponse
 from server.api.schemas.description import answers, request_body
-from server.errors import context_length_exceeded, invalid_request, model_not_found, unsupported_parameter
+from server.errors import check_model, context_length_exceeded, invalid_value, unsupported_parameter
 from server.http.json_response import encode_json
 from server.loading.load import LoadedEngine
 from server.state import ServerState
@@ -60,8 +60,7 @@ class EmbeddingRequest(GenerationBody):
 async def prepare_embeddings(
     state: ServerState, loaded: LoadedEngine, body: EmbeddingRequest, response_id: str, ticket: Ticket
 ) -> GenerationPlan:
-    if body.model is not None and body.model not in loaded.model_names:
-        raise model_not_found(body.model)
+    check_model(body.model, loaded.model_names)
     if body.stream:
         raise unsupported_parameter("stream", "Leave it out.")
     size = loaded.hidden_size
@@ -76,9 +75,7 @@ async def prepare_embeddings(
     for index, text in enumerate(inputs):
         if text == "":
             param = f"input[{index}]" if isinstance(body.input, list) else "input"
-            raise invalid_request(
-                f"Invalid value for '{param}': the text is empty.", param=param, code="empty_string"
-            )
+            raise invalid_value(param, "the text is empty", code="empty_string")
     max_model_len, limit = loaded.engine.limits.max_model_len, body.truncate_prompt_tokens
     limit = max_model_len if limit == -1 else limit
     ticket.admit(len(inputs), _least_num_tokens(loaded, inputs, limit))

@@ -18,7 +18,7 @@ from server.api.generation.prompts import (
 from server.api.generation.request import ChoicesRequest, GenerationRequest
 from server.api.generation.sampling import sampling_params
 from server.api.generation.wire_values import WireModel
-from server.errors import ApiError, context_length_exceeded, invalid_request, model_not_found
+from server.errors import ApiError, check_model, context_length_exceeded, invalid_request, invalid_value
 from server.loading.load import LoadedEngine
 from server.state import ServerState
 from server.text.length_bound import PromptTooLongError
@@ -30,8 +30,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 def check_common(loaded: LoadedEngine, body: GenerationRequest) -> None:
-    if body.model is not None and body.model not in loaded.model_names:
-        raise model_not_found(body.model)
+    check_model(body.model, loaded.model_names)
     num_tokens = loaded.tokenizer.num_tokens
     for token_id in body.stop_token_ids or ():
         if token_id >= num_tokens:
@@ -48,14 +47,10 @@ def check_choices(loaded: LoadedEngine, body: ChoicesRequest, *, has_logprobs: b
     """What completions and chats check besides."""
     check_stream_options(body.stream_options, body.stream)
     if body.prompt_logprobs is not None and body.stream:
-        message = (
-            "Invalid value for 'prompt_logprobs': they are not sent with 'stream'; leave one of them out."
-        )
-        raise invalid_request(message, param="prompt_logprobs", code="invalid_value")
+        raise invalid_value("prompt_logprobs", "they are not sent with 'stream'; leave one of them out")
     check_token_ids(loaded.tokenizer, body.logprob_token_ids or (), "logprob_token_ids")
     if body.logprob_token_ids and not has_logprobs:
-        message = "Invalid value for 'logprob_token_ids': it needs 'logprobs'."
-        raise invalid_request(message, param="logprob_token_ids", code="invalid_value")
+        raise invalid_value("logprob_token_ids", "it needs 'logprobs'")
 
 
 def check_stream_options(options: WireModel | None, stream: bool | None) -> None:
@@ -66,11 +61,9 @@ def check_stream_options(options: WireModel | None, stream: bool | None) -> None
 
 def check_num_sequences(num_prompts: int, n: int, param: str, count_param: str) -> None:
     if num_prompts * n > MAX_SEQUENCES:
-        message = (
-            f"Invalid value for '{count_param}': {num_prompts} prompts x {n} choices are more than the limit "
-            f"of {MAX_SEQUENCES}."
-        )
-        raise invalid_request(message, param=count_param if n > 1 else param, code="integer_above_max_value")
+        reason = f"{num_prompts} prompts x {n} choices are more than the limit of {MAX_SEQUENCES}"
+        blamed = count_param if n > 1 else param
+        raise invalid_value(count_param, reason, code="integer_above_max_value", param=blamed)
 
 
 def least_num_tokens(
@@ -128,10 +121,8 @@ def make_plan(
     """``default_max_tokens`` None: what the context leaves room for."""
     min_tokens = body.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
-        message = (
-            f"Invalid value for 'min_tokens': expected at most max_tokens = {max_tokens}, got {min_tokens}."
-        )
-        raise invalid_request(message, param="min_tokens", code="integer_above_max_value")
+        reason = f"expected at most max_tokens = {max_tokens}, got {min_tokens}"
+        raise invalid_value("min_tokens", reason, code="integer_above_max_value")
     # One draw for the whole request: choices differ by their number, not by their seed.
     seed = secrets.randbits(63) if body.seed is None else body.seed
     plans = []

@@ -10,7 +10,7 @@ from anyio import to_thread
 
 from server.api.generation.chat_messages import Message
 from server.api.generation.tool_schemas import Tool
-from server.errors import ApiError, invalid_request
+from server.errors import ApiError, invalid_request, invalid_value, missing_parameter
 from server.state import ServerState
 from server.text.template.conversation import ChatMessage, ChatTemplateError, merge_messages
 from server.text.tokenizer import Tokenizer
@@ -95,17 +95,11 @@ async def encode_chat(
     Raises PromptTooLongError for what is certain to have more than ``max_tokens`` before it is encoded."""
     if continue_final_message:
         if add_generation_prompt:
-            message = (
-                "Invalid value for 'add_generation_prompt': with 'continue_final_message' it must be "
-                "false or left out."
-            )
-            raise invalid_request(message, param="add_generation_prompt", code="invalid_value")
+            reason = "with 'continue_final_message' it must be false or left out"
+            raise invalid_value("add_generation_prompt", reason)
         if conversation.messages[-1].role not in ("user", "assistant"):
-            message = (
-                "Invalid value for 'continue_final_message': the last message must be one of role "
-                "'assistant' or 'user'."
-            )
-            raise invalid_request(message, param="continue_final_message", code="invalid_value")
+            reason = "the last message must be one of role 'assistant' or 'user'"
+            raise invalid_value("continue_final_message", reason)
     opens_turn = not continue_final_message and add_generation_prompt is not False
     strict = state.settings.strict_roles
 
@@ -151,16 +145,12 @@ def _chat_message(message: Message, name: str) -> ChatMessage:
     if message.tool_calls and message.role != "assistant":
         raise _misplaced(f"{name}.tool_calls", "an assistant")
     if message.role == "tool" and message.tool_call_id is None:
-        param = f"{name}.tool_call_id"
-        raise invalid_request(
-            f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
-        )
+        raise missing_parameter(f"{name}.tool_call_id")
     if message.tool_call_id is not None and message.role != "tool":
         raise _misplaced(f"{name}.tool_call_id", "role 'tool'")
     if message.content is None and not message.tool_calls:
-        param = f"{name}.content"
-        text = f"Invalid value for '{param}': a message of role '{message.role}' needs text."
-        raise invalid_request(text, param=param, code="invalid_type")
+        reason = f"a message of role '{message.role}' needs text"
+        raise invalid_value(f"{name}.content", reason, code="invalid_type")
     parts = tuple(part.text for part in message.content or ())
     calls = tuple(
         FunctionCall(call.id, call.function.name, call.function.arguments)
@@ -172,9 +162,7 @@ def _chat_message(message: Message, name: str) -> ChatMessage:
 
 
 def _misplaced(param: str, owner: str) -> ApiError:
-    return invalid_request(
-        f"Invalid value for '{param}': only a message of {owner} has it.", param=param, code="invalid_value"
-    )
+    return invalid_value(param, f"only a message of {owner} has it")
 
 
 def check_token_ids(tokenizer: Tokenizer, token_ids: Sequence[int], param: str) -> None:
@@ -186,5 +174,4 @@ def check_token_ids(tokenizer: Tokenizer, token_ids: Sequence[int], param: str) 
 
 def unknown_token(param: str, token_id: int, num_tokens: int) -> ApiError:
     shown = str(token_id) if -(10**20) < token_id < 10**20 else "a huge integer"
-    message = f"Invalid value for '{param}': token ids are 0 to {num_tokens - 1}, got {shown}."
-    return invalid_request(message, param=param, code="invalid_value")
+    return invalid_value(param, f"token ids are 0 to {num_tokens - 1}, got {shown}")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from model.interface.sampling_params import SamplingParams
 from server.api.generation.request import GenerationRequest
-from server.errors import invalid_request
+from server.errors import invalid_value
 from server.loading.load import LoadedEngine
 from server.state import ServerState
 from server.text.tokenizer import Tokenizer
@@ -71,9 +71,9 @@ def _allowed_token_ids(
         return None
     allowed = {token_id for token_id in body.allowed_token_ids if token_id < tokenizer.num_known_tokens}
     if not (allowed - stop_ids if min_tokens > 0 else allowed):
-        message = "Invalid value for 'allowed_token_ids': no token is left to draw (ids without a token"
-        message += ", end tokens before 'min_tokens')." if min_tokens > 0 else ")."
-        raise invalid_request(message, param="allowed_token_ids", code="invalid_value")
+        reason = "no token is left to draw (ids without a token"
+        reason += ", end tokens before 'min_tokens')" if min_tokens > 0 else ")"
+        raise invalid_value("allowed_token_ids", reason)
     return tuple(sorted(allowed))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from model.interface.grammar_state import Grammar
 from server.api.generation.request import ChoicesRequest, GenerationRequest
 from server.api.generation.structured_schemas import ResponseFormat, StructuredOutputs
-from server.errors import ApiError, compiler_busy, invalid_request
+from server.errors import compiler_busy, invalid_value, missing_parameter
 from server.grammar.compiler import CompilerBusyError
 from server.grammar.source import GrammarError, GrammarSource
 from server.loading.load import LoadedEngine
@@ -26,7 +26,7 @@ async def compile_grammar(
     try:
         return await counted_compilation(loaded, source, metrics)
     except GrammarError as error:
-        raise invalid_constraint(source.param, str(error)) from None
+        raise invalid_value(source.param, str(error)) from None
 
 
 async def counted_compilation(loaded: LoadedEngine, source: GrammarSource, metrics: Metrics) -> Grammar:
@@ -60,7 +60,7 @@ def grammar_source(body: GenerationRequest, formats: list[GrammarSource]) -> Gra
     ]
     if len(sources) > 1:
         others = ", ".join(f"'{source.param}'" for source in sources[:-1])
-        raise invalid_constraint(
+        raise invalid_value(
             sources[-1].param, f"a text can follow one constraint only, and {others} is given too"
         )
     return sources[0] if sources else None
@@ -86,7 +86,7 @@ def _of_structured_outputs(given: StructuredOutputs | None) -> list[GrammarSourc
     if given.json_object:
         sources.append(any_object(prefix + "json_object"))
     if not sources:
-        raise invalid_constraint(
+        raise invalid_value(
             "structured_outputs", "expected one of json, json_object, regex, choice and grammar in it"
         )
     return sources
@@ -110,13 +110,3 @@ def _sources(
 
 def any_object(param: str) -> GrammarSource:
     return GrammarSource("json", _ANY_OBJECT, param)
-
-
-def missing_parameter(param: str) -> ApiError:
-    return invalid_request(
-        f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
-    )
-
-
-def invalid_constraint(param: str, message: str) -> ApiError:
-    return invalid_request(f"Invalid value for '{param}': {message}.", param=param, code="invalid_value")

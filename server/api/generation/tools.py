@@ -11,10 +11,9 @@ from server.api.generation.structured_output import (
     busy_is_an_answer,
     compile_grammar,
     counted_compilation,
-    invalid_constraint,
 )
 from server.api.generation.tool_schemas import ToolChoice
-from server.errors import invalid_request
+from server.errors import invalid_value
 from server.grammar.compiler import COMPILE_SECONDS, CompilerBusyError
 from server.grammar.source import CallRules, GrammarError, GrammarSource
 from server.loading.load import LoadedEngine
@@ -50,24 +49,19 @@ def tool_use(
     """None where no function may be called. ``functions`` are those of the request."""
     if not functions:
         if choice is not None and choice.mode != "none":
-            message = "Invalid value for 'tool_choice': it is allowed only when 'tools' are given."
-            raise invalid_request(message, param="tool_choice", code="invalid_value")
+            raise invalid_value("tool_choice", "it is allowed only when 'tools' are given")
         return None
     known: dict[str, Function] = {}
     for function in functions:
         if function.name in known:
             param = function.param.removesuffix("parameters") + "name"
-            message = f"Invalid value for '{param}': two functions have the name '{function.name}'."
-            raise invalid_request(message, param=param, code="invalid_value")
+            raise invalid_value(param, f"two functions have the name '{function.name}'")
         known[function.name] = function
         _check_type(function)
     choice = choice or AUTO
     for name in choice.names or ():
         if name not in known:
-            message = (
-                f"Invalid value for 'tool_choice': none of the 'tools' is a function named '{name[:64]}'."
-            )
-            raise invalid_request(message, param="tool_choice", code="invalid_value")
+            raise invalid_value("tool_choice", f"none of the 'tools' is a function named '{name[:64]}'")
     if choice.mode == "none":
         return None
     allowed = tuple(
@@ -81,9 +75,7 @@ def tool_use(
 def _check_type(function: Function) -> None:
     kind = "object" if function.parameters is None else function.parameters.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        param = f"{function.param}.type"
-        message = f"Invalid value for '{param}': arguments are an object, expected 'object'."
-        raise invalid_request(message, param=param, code="invalid_value")
+        raise invalid_value(f"{function.param}.type", "arguments are an object, expected 'object'")
 
 
 async def compile_constraint(
@@ -101,7 +93,7 @@ async def compile_constraint(
         return await counted_compilation(loaded, GrammarSource("calls", rules, "tools"), metrics)
     except GrammarError as error:
         param, reason = await _faulty_part(loaded, rules) or ("tools", str(error))
-        raise invalid_constraint(param, reason) from None
+        raise invalid_value(param, reason) from None
 
 
 async def _faulty_part(loaded: LoadedEngine, rules: CallRules) -> tuple[str, str] | None:
@@ -126,7 +118,7 @@ async def check_schemas(loaded: LoadedEngine, functions: Sequence[Function]) -> 
         with busy_is_an_answer():
             fault = await loaded.grammars.first_fault([function.schema for function in functions])
     except GrammarError as error:
-        raise invalid_constraint("tools", str(error)) from None
+        raise invalid_value("tools", str(error)) from None
     if fault is not None:
         index, reason = fault
-        raise invalid_constraint(functions[index].param, str(reason))
+        raise invalid_value(functions[index].param, str(reason))

@@ -5,7 +5,7 @@ from typing import Any
 
 from server.api.generation.chat_messages import MAX_MESSAGES
 from server.api.messages.request import ContentBlock, CountTokensRequest, InputMessage
-from server.errors import ApiError, invalid_request
+from server.errors import invalid_value, missing_parameter
 from server.http.json_response import encode_json
 
 # Which kinds of blocks a turn may hold, beside text.
@@ -29,11 +29,8 @@ def chat_messages(body: CountTokensRequest) -> tuple[list[dict[str, Any]], list[
         messages += turns
         names += [name] * len(turns)
     if len(messages) > MAX_MESSAGES:
-        text = (
-            f"Invalid value for 'messages': expected at most {MAX_MESSAGES} turns and results of calls, "
-            f"got {len(messages)}."
-        )
-        raise invalid_request(text, param="messages", code="array_above_max_length")
+        reason = f"expected at most {MAX_MESSAGES} turns and results of calls, got {len(messages)}"
+        raise invalid_value("messages", reason, code="array_above_max_length")
     return messages, names
 
 
@@ -49,9 +46,7 @@ def _assistant_turn(message: InputMessage, name: str, *, is_last: bool) -> dict[
                 reason = (
                     "an answer that has made a call can't be continued; send the result of the call after it"
                 )
-                raise invalid_request(
-                    f"Invalid value for '{place}': {reason}.", param=place, code="invalid_value"
-                )
+                raise invalid_value(place, reason)
             arguments = encode_json(_given(block.input, f"{place}.input")).decode()
             function = {"name": _given(block.name, f"{place}.name"), "arguments": arguments}
             calls.append({"id": _given(block.id, f"{place}.id"), "type": "function", "function": function})
@@ -82,11 +77,8 @@ def _user_turn(message: InputMessage, name: str) -> list[dict[str, Any]]:
 def _check_kind(role: str, block: ContentBlock, place: str) -> None:
     if block.type not in ("text", _KINDS.get(role)):
         owner = next(owner for owner, kind in _KINDS.items() if kind == block.type)
-        message = (
-            f"Invalid value for '{place}.type': only a message of role '{owner}' has blocks of "
-            f"type '{block.type}'."
-        )
-        raise invalid_request(message, param=f"{place}.type", code="invalid_value")
+        reason = f"only a message of role '{owner}' has blocks of type '{block.type}'"
+        raise invalid_value(f"{place}.type", reason)
 
 
 def _part(text: str) -> dict[str, str]:
@@ -95,11 +87,5 @@ def _part(text: str) -> dict[str, str]:
 
 def _given(value: Any, param: str) -> Any:
     if value is None:
-        raise _missing(param)
+        raise missing_parameter(param)
     return value
-
-
-def _missing(param: str) -> ApiError:
-    return invalid_request(
-        f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
-    )

@@ -12,7 +12,7 @@ from server.api.generation.prompts import chat_conversation, chat_functions, enc
 from server.api.generation.tools import check_schemas, tool_use
 from server.api.messages.input import chat_messages
 from server.api.messages.request import CountTokensRequest, MessagesRequest, MessagesToolChoice
-from server.errors import ApiError, invalid_request, model_not_found, unsupported_parameter
+from server.errors import ApiError, check_model, invalid_value, missing_parameter, unsupported_parameter
 from server.loading.load import LoadedEngine
 from server.state import ServerState
 
@@ -50,8 +50,7 @@ async def prepare_messages(
 async def count_tokens(state: ServerState, loaded: LoadedEngine, body: CountTokensRequest) -> int:
     """Tokens of the prompt that the same body would have in a request."""
     _check(state, body)
-    if body.model is not None and body.model not in loaded.model_names:
-        raise model_not_found(body.model)
+    check_model(body.model, loaded.model_names)
     chat, names = _chat(body)
     try:
         use = tool_use(chat_functions(chat.tools), chat.tool_choice, chat.parallel_tool_calls)
@@ -77,10 +76,7 @@ def _check(state: ServerState, body: CountTokensRequest) -> None:
         )
     choice = body.tool_choice
     if choice is not None and choice.type == "tool" and choice.name is None:
-        param = "tool_choice.name"
-        raise invalid_request(
-            f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
-        )
+        raise missing_parameter("tool_choice.name")
     _check_roles(body, strict=state.settings.strict_roles)
 
 
@@ -99,8 +95,7 @@ def _check_roles(body: CountTokensRequest, *, strict: bool) -> None:
 
 
 def _wrong_role(index: int, reason: str) -> ApiError:
-    param = f"messages[{index}].role"
-    return invalid_request(f"Invalid value for '{param}': {reason}.", param=param, code="invalid_value")
+    return invalid_value(f"messages[{index}].role", reason)
 
 
 def _chat(body: CountTokensRequest, **fields: Any) -> tuple[ChatCompletionRequest, list[str]]:

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from server.api.schemas.answers import HealthResponse, ModelCard, ModelList, VersionResponse
 from server.api.schemas.description import answers
-from server.errors import RETRY_AFTER_SECONDS, model_not_found
+from server.errors import RETRY_AFTER_SECONDS, check_model
 from server.http.context import state_of
 from server.http.json_response import JsonResponse
 from server.http.metrics_listener import metrics_response
@@ -58,8 +58,7 @@ def create_router(*, serves_metrics: bool = True) -> APIRouter:
     @router.get("/v1/models/{model_id:path}", responses=answers(ModelCard, knows_models=True))
     async def show_model(request: Request, model_id: str) -> Response:
         state = state_of(request)
-        if model_id not in state.require_loaded().model_names:
-            raise model_not_found(model_id)
+        check_model(model_id, state.require_loaded().model_names)
         return JsonResponse(model_card(state, model_id))
 
     @router.get("/health", responses=_HEALTH)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from server.api.generation.prompts import Conversation
 from server.api.responses.request import ResponseItem, ResponseRequest, ResponseTextPart, ResponseTool
-from server.errors import ApiError, invalid_request
+from server.errors import missing_parameter
 from server.text.template.conversation import ChatMessage
 from server.text.tool_calls.functions import Function, FunctionCall
 
@@ -56,12 +56,12 @@ def _message(item: ResponseItem, name: str) -> ChatMessage:
         case "function_call_output":
             call_id = _given(item.call_id, f"{name}.call_id")
             if item.output is None:
-                raise _missing(f"{name}.output")
+                raise missing_parameter(f"{name}.output")
             return ChatMessage("tool", _text(item.output, f"{name}.output"), call_id=call_id)
         case "message":
             role = _given(item.role, f"{name}.role")
             if item.content is None:
-                raise _missing(f"{name}.content")
+                raise missing_parameter(f"{name}.content")
             return ChatMessage(role, _text(item.content, f"{name}.content"))
 
 
@@ -70,18 +70,12 @@ def _text(parts: Sequence[ResponseTextPart], name: str) -> str | tuple[str, ...]
     for index, part in enumerate(parts):
         text = part.refusal if part.type == "refusal" else part.text
         if text is None:
-            raise _missing(f"{name}[{index}].{'refusal' if part.type == 'refusal' else 'text'}")
+            raise missing_parameter(f"{name}[{index}].{'refusal' if part.type == 'refusal' else 'text'}")
         texts.append(text)
     return texts[0] if len(texts) == 1 else tuple(texts)
 
 
 def _given(value: str | None, param: str) -> str:
     if value is None:
-        raise _missing(param)
+        raise missing_parameter(param)
     return value
-
-
-def _missing(param: str) -> ApiError:
-    return invalid_request(
-        f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
-    )

@@ -12,10 +12,11 @@ from server.api.generation.planning import (
     encode_conversation,
     make_plan,
 )
-from server.api.generation.structured_output import any_object, grammar_source, missing_parameter
+from server.api.generation.structured_output import any_object, grammar_source
 from server.api.generation.tools import AUTO, compile_constraint, tool_use
 from server.api.responses.input import response_conversation, response_functions
 from server.api.responses.request import ResponseRequest
+from server.errors import missing_parameter
 from server.grammar.source import GrammarSource
 from server.loading.load import LoadedEngine
 from server.state import ServerState

@@ -22,7 +22,7 @@ from server.api.generation.validation import ParsedRequest, parse_request, read_
 from server.api.schemas.answers import DetokenizeResponse, TokenizeResponse, TokenizerInfo
 from server.api.schemas.description import answers, request_body
 from server.api.tokenize.request import DetokenizeRequest, TokenizeRequest
-from server.errors import invalid_request, model_not_found
+from server.errors import check_model, invalid_value, missing_parameter
 from server.http.context import state_of
 from server.http.json_response import JsonResponse
 from server.loading.load import LoadedEngine
@@ -86,17 +86,13 @@ async def _tokenize(
 
 def _check_source(body: TokenizeRequest) -> None:
     if body.prompt is None and body.messages is None:
-        message = "Missing required parameter: 'prompt' (or 'messages')."
-        raise invalid_request(message, param="prompt", code="missing_required_parameter")
+        raise missing_parameter("prompt", " (or 'messages')")
     if body.prompt is not None:
         others = ("messages", "add_generation_prompt", "continue_final_message", "tools")
         surplus = next((name for name in others if getattr(body, name) is not None), None)
         if surplus is not None:
-            message = (
-                f"Invalid value for '{surplus}': it does not go with 'prompt'; "
-                "send one of 'prompt' and 'messages'."
-            )
-            raise invalid_request(message, param=surplus, code="invalid_value")
+            reason = "it does not go with 'prompt'; send one of 'prompt' and 'messages'"
+            raise invalid_value(surplus, reason)
 
 
 async def _read(
@@ -106,8 +102,7 @@ async def _read(
     loaded = state.require_loaded()
     value = await read_json_object(request, held, state.settings.read_timeout or None)
     parsed = parse_request(model, value, strict_params=state.settings.strict_params)
-    if parsed.body.model is not None and parsed.body.model not in loaded.model_names:
-        raise model_not_found(parsed.body.model)
+    check_model(parsed.body.model, loaded.model_names)
     return loaded, parsed
 
 
