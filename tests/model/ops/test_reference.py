@@ -112,7 +112,6 @@ def test_a_captured_step_reads_what_the_tensor_of_lengths_says_and_nothing_for_p
             query_start=torch.arange(5, dtype=torch.int32),
             context_lens_tensor=torch.cat([metadata.context_lens_tensor, torch.zeros(1, dtype=torch.int32)]),
             block_table=torch.cat([metadata.block_table, torch.zeros(1, width, dtype=torch.int32)]),
-            scratch={},
         )
         assert torch.equal(OPS.paged_attention(query, k_cache, v_cache, captured, 0.3)[:3], expected)
 
