@@ -33,11 +33,6 @@ from server.engine.stats import EngineStats, StepStats
 
 logger = logging.getLogger("gemserve.engine")
 
-# A step that also prefills may take this many times a decode-only step: running streams then pause less than
-# five times their usual gap, with room for the noise of the measurement.
-MIXED_STEP_RATIO = 3.5
-
-
 T = TypeVar("T")
 
 
@@ -49,27 +44,6 @@ class _Launched:
     step: LaunchedStep
     started: float
     draws_only: bool  # a token for each of its sequences, which the device has and the next step can follow
-
-
-@dataclass(slots=True)
-class _StepTimes:
-    """Moving averages of what steps cost, in seconds; None until measured."""
-
-    decode_step: float | None = None
-    prefill_token: float | None = None
-
-    def observe(self, step: StepStats) -> None:
-        if step.kind == "decode":
-            self.decode_step = _average(self.decode_step, step.duration)
-        else:
-            decoding = self.decode_step if step.kind == "mixed" and self.decode_step is not None else 0.0
-            self.prefill_token = _average(
-                self.prefill_token, max(0.0, step.duration - decoding) / step.num_prefill_tokens
-            )
-
-
-def _average(old: float | None, new: float) -> float:
-    return new if old is None else 0.8 * old + 0.2 * new
 
 
 class EngineCore:
@@ -104,7 +78,6 @@ class EngineCore:
         self._kv = kv
         self.scheduler = Scheduler(config, kv, clock)
         self._requests: dict[str, Request] = {}
-        self._times = _StepTimes()
         self._decoding: list[
             Request
         ] = []  # of the last step; their chunks are used again while these are the same
@@ -194,11 +167,10 @@ class EngineCore:
 
         step = self._timed(lambda: self._hand_over(chunks, count))
         self._kv.rows.next_step()
-        self._allow_tokens(
-            self.scheduler.max_step_tokens + 1
-            if self.stats.memory_faults_total == faults
-            else num_tokens // 2
-        )
+        if self.stats.memory_faults_total == faults:
+            self.scheduler.budget.found_memory()
+        else:
+            self.scheduler.budget.found_no_memory(num_tokens)
         draws = isinstance(chunks, DecodeChunks) and chunks.plain and not isinstance(step, KnownResults)
         return _Launched(batch, step, started, draws_only=draws)
 
@@ -212,11 +184,6 @@ class EngineCore:
         except StepMemoryError as error:
             on_fault(error)
         return KnownResults(run_in_parts(self._runner, chunks, on_fault))
-
-    def _allow_tokens(self, limit: int) -> None:
-        self.scheduler.max_step_tokens = min(
-            max(limit, self._kv.block_size), self.scheduler.config.max_num_batched_tokens
-        )
 
     def _launch_ahead(self, launched: "_Launched") -> "_Launched | None":
         """The step after one whose tokens are not known yet, where it needs nothing else of that one's
@@ -238,7 +205,7 @@ class EngineCore:
             logger.debug("no memory for a step ahead of the last one's results: %s", error)
             return None
         self._kv.rows.next_step()
-        self._allow_tokens(self.scheduler.max_step_tokens + 1)
+        self.scheduler.budget.found_memory()
         return _Launched(batch, step, started, draws_only=True)
 
     def _forget_finished(self, events: Sequence[RequestEvent]) -> None:
@@ -310,14 +277,7 @@ class EngineCore:
         stats.steps_total[step.kind] += 1
         stats.busy_seconds_total += step.duration
         stats.last_step_timestamp = time.time()
-        times = self._times
-        times.observe(step)
-        if times.decode_step is not None and times.prefill_token:
-            allowed = int((MIXED_STEP_RATIO - 1) * times.decode_step / times.prefill_token)
-            config = self.scheduler.config
-            self.scheduler.mixed_prefill_tokens = min(
-                max(allowed, self._kv.block_size), config.max_num_batched_tokens
-            )
+        self.scheduler.budget.observe(step)
 
     def _after_change(self) -> None:
         self.scheduler.write_stats()

@@ -18,6 +18,7 @@ from server.engine.scheduler.ahead import batch_ahead
 from server.engine.scheduler.decode_group import DecodeGroup
 from server.engine.scheduler.outputs import append_result
 from server.engine.scheduler.scheduled_batch import ScheduledBatch, ScheduledChunk
+from server.engine.scheduler.step_budget import StepBudget
 from server.engine.stats import EngineStats
 
 
@@ -70,12 +71,7 @@ class Scheduler:
             True  # False: nothing that waits can be admitted until one comes first in the queue, or any goes
         )
         self.stats = EngineStats()
-        # Prefill tokens in a step that also decodes; the step loop lowers it so that prefills don't stall
-        # running streams.
-        self.mixed_prefill_tokens = config.max_num_batched_tokens
-        self.max_step_tokens = (
-            config.max_num_batched_tokens
-        )  # of a step that prefills; less after one found no memory
+        self.budget = StepBudget(config.max_num_batched_tokens, kv.block_size)
         # A share of the pool is left free at admission, so that what runs can grow before anything is
         # preempted.
         self._watermark = kv.global_pool.num_usable // 100
@@ -117,9 +113,7 @@ class Scheduler:
         batch = ScheduledBatch()
         self._may_admit = True
         prefills = self._schedule_decodes(batch)
-        budget = self.max_step_tokens - batch.num_tokens
-        if batch.num_sequences:
-            budget = min(budget, self.mixed_prefill_tokens)
+        budget = self.budget.for_prefills(batch.num_tokens)
         budget -= self._schedule_prefills(batch, prefills, budget)
         if not batch.num_preempted and self.waiting:
             budget -= self._schedule_waiting(batch, budget)

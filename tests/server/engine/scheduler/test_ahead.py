@@ -323,7 +323,7 @@ def test_a_prompt_that_is_half_done_is_not_forgotten_when_a_step_has_no_room_for
     while engine.core.stats.num_running < 5:
         engine.step()
     assert not engine.tokens(late)
-    engine.core.scheduler.max_step_tokens = 4
+    engine.core.scheduler.budget.max_step_tokens = 4
     for _ in range(15):
         engine.step()
     assert engine.tokens(late) == expected_tokens(prompt(60, 9), 1)
@@ -342,7 +342,7 @@ def test_what_waits_for_room_in_a_step_is_not_forgotten() -> None:
     waits for that."""
     engine = ahead()
     first_decode(engine)
-    engine.core.scheduler.max_step_tokens = 4
+    engine.core.scheduler.budget.max_step_tokens = 4
     late = engine.add(prompt(8, 9), max_tokens=3)
     for _ in range(12):
         engine.step()

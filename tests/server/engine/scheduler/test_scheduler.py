@@ -241,7 +241,7 @@ def test_max_tokens_zero_computes_the_prompt_and_yields_one_output_without_token
 
 def test_the_prefill_share_of_a_mixed_step_follows_its_measured_cost() -> None:
     engine = Harness(num_global_blocks=600, max_num_batched_tokens=64)
-    engine.core.scheduler.mixed_prefill_tokens = 8
+    engine.core.scheduler.budget.mixed_prefill_tokens = 8
     engine.add(prompt(3), max_tokens=5)
     engine.step()
     engine.add(prompt(50, 2), max_tokens=1)

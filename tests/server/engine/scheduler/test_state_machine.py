@@ -108,7 +108,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(budget=st.integers(1, 24))
     def change_prefill_share(self, budget: int) -> None:
-        self.engine.core.scheduler.mixed_prefill_tokens = max(self.engine.spec.block_size, budget)
+        self.engine.core.scheduler.budget.mixed_prefill_tokens = max(self.engine.spec.block_size, budget)
 
     @invariant()
     def holds(self) -> None:
