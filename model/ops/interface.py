@@ -68,8 +68,8 @@ class AttentionMetadata:
     context_lens_tensor: (
         torch.Tensor
     )  # int32 [num_seqs]; 0 for a row that pads a captured step: it reads nothing
-    # int32 [num_seqs, max_blocks], indexed by position // B. Entry 0 is the null block: recycled or padding,
-    # never to be read.
+    # int32 [num_seqs, max_blocks], indexed by position // B; rows may be parts of longer ones. Entry 0 is the
+    # null block: recycled or padding, never to be read.
     block_table: torch.Tensor
     # int64 [n]: block id * B + position % B, where each token's key and value are written.
     slot_mapping: torch.Tensor

@@ -119,11 +119,10 @@ class EngineMachine(RuleBasedStateMachine):
         seen["held"] += len(engine.core.scheduler._held)
         for request in engine.core.scheduler.running:
             held = (
-                len(engine.kv.tables[request.request_id].local_blocks)
-                - engine.kv.tables[request.request_id].num_recycled
+                int(engine.kv.batch.num_blocks[request.row]) - engine.kv.window.first_kept[request.row]
             )
-            running = max(1, request.num_uncomputed_tokens)
-            assert held <= engine.spec.blocks(request.num_computed_tokens, running).local_blocks
+            running = max(1, engine.num_uncomputed(request))
+            assert held <= engine.spec.blocks(engine.num_computed(request), running).local_blocks
         for request_id, (tokens, max_tokens, stops) in self.prompts.items():
             outputs = engine.outputs[request_id]
             if outputs and outputs[-1].finish_reason and request_id not in self.aborted:
