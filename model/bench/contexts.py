@@ -29,7 +29,7 @@ def decode_step(runner: ModelRunner, num_seqs: int, context: int, sampling: Samp
         local_blocks = [NULL_BLOCK] * (total - local) + list(
             range(1 + index * local, 1 + (index + 1) * local)
         )
-        batch.set_blocks([row] * total, list(range(total)), global_blocks, local_blocks)
+        batch.set_row_blocks(row, global_blocks, local_blocks)
     return StepInput(batch, np.arange(num_seqs), np.full(num_seqs, start), batch.last_token_ids.copy())
 
 
@@ -49,7 +49,7 @@ def write_text(runner: ModelRunner, num_tokens: int) -> list[int]:
     token_ids = [runner.config.bos_token_id]
     batch = RunningBatch(1, len(table))
     row = batch.add(token_ids, 1, sampling)
-    batch.set_blocks([row] * len(table), list(range(len(table))), table, table)
+    batch.set_row_blocks(row, table, table)
     for position in range(num_tokens - 1):
         step = StepInput(batch, np.array([row]), np.array([position]), np.array(token_ids[-1:]))
         token_ids += runner.run(step).token_ids

@@ -237,8 +237,9 @@ def tables(bench: Bench | None, arguments: argparse.Namespace) -> str:
 
         for num_seqs in arguments.sequences:
             cells = [
-                cell(lambda b, r, n=num_seqs, c=context: b.decode(r, n, c)) for context in arguments.contexts
-            ]  # type: ignore[misc]
+                cell(lambda b, r, n=num_seqs, c=context: b.decode(r, n, c))  # type: ignore[misc]
+                for context in arguments.contexts
+            ]
             decode_rows.append([name, str(num_seqs), *cells])
             print(*decode_rows[-1], sep="  ", file=sys.stderr, flush=True)
         cells = [cell(lambda b, r, n=count: b.prefill(r, n)) for count in arguments.prefill_tokens]  # type: ignore[misc]

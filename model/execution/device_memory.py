@@ -192,7 +192,7 @@ def largest_steps(
             row, start = batch.add([token_id] * num_tokens, num_tokens, _DEAREST), max_model_len - num_tokens
             first = max(0, start - spec.sliding_window + 1) // spec.block_size
             local_blocks = [NULL_BLOCK] * first + [1] * (total - first)
-            batch.set_blocks([row] * total, list(range(total)), [1] * total, local_blocks)
+            batch.set_row_blocks(row, [1] * total, local_blocks)
             chunks.append(SequenceChunk(row, batch.token_ids[row], start, samples=True))
         yield StepInput(batch, prefills=chunks)
 

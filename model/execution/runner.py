@@ -247,11 +247,10 @@ class ModelRunner:
         if not len(step):
             return PendingStep({})
         layout, hidden = self._run_network(step)
-        last_tokens = layout.first_tokens[1:] - 1  # of each sequence
         positions = layout.context_lens - step.batch.num_prompt_tokens[layout.rows]  # tokens generated so far
         is_plain = step.is_plain
         if is_plain.all():
-            states = hidden[to_device(last_tokens, hidden.device)] if step.prefills else hidden
+            states = hidden if not step.prefills else hidden[to_device(layout.last_tokens, hidden.device)]
             return PendingStep({}, self._draw(states, step.batch, layout.rows, positions))
         others = {index: ChunkResult() for index in np.flatnonzero(~is_plain).tolist()}
         self._pool(hidden, step, layout, others)
@@ -260,7 +259,7 @@ class ModelRunner:
         plain = np.flatnonzero(is_plain)
         if not len(plain):
             return PendingStep(others)
-        states = hidden[to_device(last_tokens[plain], hidden.device)]
+        states = hidden[to_device(layout.last_tokens[plain], hidden.device)]
         return PendingStep(
             others, self._draw(states, step.batch, layout.rows[plain], positions[plain]), plain
         )
@@ -369,7 +368,7 @@ class ModelRunner:
             if result.error is None and (index < count or step.prefills[index - count].samples)
         ]
         for part in _slices(sampling, self.max_logits_rows):
-            logits = self.model.logits(hidden[[layout.first_tokens[index + 1] - 1 for index in part]])
+            logits = self.model.logits(hidden[[int(layout.last_tokens[index]) for index in part]])
             began = time.monotonic()
             drawn = self.sampler.sample(logits, step.batch, layout.rows[part], positions[part])
             self.sample_seconds += time.monotonic() - began

@@ -121,18 +121,18 @@ class RunningBatch:
         heappush(self._free, row)
 
     def set_blocks(
-        self,
-        rows: Sequence[int],
-        indices: Sequence[int],
-        global_blocks: Sequence[int],
-        local_blocks: Sequence[int],
+        self, rows: IntArray, indices: IntArray, global_blocks: Sequence[int], local_blocks: Sequence[int]
     ) -> None:
         """Add entries to the ends of tables: those of one row may be many, and in order."""
-        at_rows, at_indices = np.array((rows, indices))
-        self.blocks[:, at_rows, at_indices] = (global_blocks, local_blocks)
-        self.num_blocks[at_rows] = at_indices + 1  # of several for a row, the last one stays
-        self.changes.rows += rows
-        self.changes.indices += indices
+        self.blocks[:, rows, indices] = (global_blocks, local_blocks)
+        self.num_blocks[rows] = indices + 1  # of several for a row, the last one stays
+        self.changes.rows += rows.tolist()
+        self.changes.indices += indices.tolist()
+
+    def set_row_blocks(self, row: int, global_blocks: Sequence[int], local_blocks: Sequence[int]) -> None:
+        """Add entries to the end of one row's tables."""
+        indices = np.arange(len(global_blocks)) + self.num_blocks[row]
+        self.set_blocks(np.full_like(indices, row), indices, global_blocks, local_blocks)
 
     def block_tables(self, rows: IntArray, width: int) -> npt.NDArray[np.int32]:
         """[group, len(rows), width] of these rows. Of the first rows in their order it is a part of

@@ -66,7 +66,7 @@ class StepInput:
         """A whole prompt on its own, over the same blocks of both groups."""
         batch = RunningBatch(1, len(block_table))
         row = batch.add(list(token_ids), len(token_ids), sampling)
-        batch.set_blocks([row] * len(block_table), list(range(len(block_table))), block_table, block_table)
+        batch.set_row_blocks(row, block_table, block_table)
         return cls(batch, prefills=[SequenceChunk(row, token_ids, 0, samples)])
 
     def __len__(self) -> int:

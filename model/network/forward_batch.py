@@ -31,6 +31,11 @@ class StepLayout:
     table_width: int  # entries of a block table that the step reads
     block_tables: npt.NDArray[np.int32] | None  # [group, S, table_width]; None: the device has its own
 
+    @property
+    def last_tokens(self) -> IntArray:
+        """Index of each sequence's last token, [S]."""
+        return self.first_tokens[1:] - 1
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:

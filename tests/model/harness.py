@@ -79,9 +79,7 @@ class Harness:
             while len(table) < num_blocks:
                 table.append(self.free[is_global].pop())
         if num_blocks > held:
-            indices = list(range(held, num_blocks))
-            new = sequence.global_table[held:], sequence.local_table[held:]
-            self.batch.set_blocks([row] * len(indices), indices, *new)
+            self.batch.set_row_blocks(row, sequence.global_table[held:], sequence.local_table[held:])
         self.batch.set_sampling(row, sequence.sampling)
         self.batch.num_tokens[row] = len(sequence.tokens)
         self.batch.last_token_ids[row] = sequence.tokens[-1]

@@ -5,12 +5,13 @@ for how long.
 """
 
 from collections.abc import Sequence
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
 
 from model.interface.kv_cache_spec import KVCacheSpec
-from model.interface.running_batch import NULL_BLOCK
+from model.interface.running_batch import NULL_BLOCK, IntArray
 from server.engine.kv.block_pool import BlockPool
 
 
@@ -28,7 +29,7 @@ class BlockManager:
         blocks: list[int] = self._tables[row, :length].tolist()
         return blocks
 
-    def cache_full_blocks(self, rows: list[int], indices: list[int], content_hashes: Sequence[bytes]) -> None:
+    def cache_full_blocks(self, rows: IntArray, indices: IntArray, content_hashes: Sequence[bytes]) -> None:
         """Make blocks findable whose keys and values have been computed."""
         self.pool.cache_full_blocks(self._tables[rows, indices].tolist(), content_hashes)
 
@@ -92,11 +93,12 @@ class SlidingWindowManager(BlockManager):
         for row, num_computed in zip(rows, num_computed_tokens, strict=True):
             first, old = first_local_block(num_computed), first_kept[row]
             if first > old:
-                skipped_rows += [row] * (first - old)
+                skipped_rows += repeat(row, first - old)
                 skipped_indices += range(old, first)
                 first_kept[row] = first
         if skipped_rows:
-            blocks = self._tables[skipped_rows, skipped_indices].tolist()
-            self._tables[skipped_rows, skipped_indices] = NULL_BLOCK
+            entries = np.array(skipped_rows), np.array(skipped_indices)
+            blocks = self._tables[entries].tolist()
+            self._tables[entries] = NULL_BLOCK
             self.pool.free(blocks)
             self.num_recycled += len(blocks)

@@ -7,9 +7,12 @@ torch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+
+import numpy as np
 
 from model.interface.kv_cache_spec import KVCacheSpec
-from model.interface.running_batch import GLOBAL, LOCAL, NULL_BLOCK, RunningBatch
+from model.interface.running_batch import GLOBAL, LOCAL, NULL_BLOCK, IntArray, RunningBatch
 from server.engine.kv.announced_blocks import AnnouncedBlocks
 from server.engine.kv.block_hashes import BlockHasher
 from server.engine.kv.block_managers import FullAttentionManager, SlidingWindowManager
@@ -147,9 +150,7 @@ class KVCacheManager:
             self.local_pool.touch(block)
         first = count - len(hit.local_blocks)
         self.window.first_kept[row] = first
-        self._set_blocks(
-            [row] * count, list(range(count)), hit.global_blocks, [NULL_BLOCK] * first + hit.local_blocks
-        )
+        self.batch.set_row_blocks(row, hit.global_blocks, [NULL_BLOCK] * first + hit.local_blocks)
         record.num_cached_blocks = count
         if self.prefix_caching:
             full = request.num_tokens // self.block_size
@@ -158,34 +159,27 @@ class KVCacheManager:
 
     # -- while it runs ---------------------------------------------------------------------------------------
 
-    def allocate_slots(self, rows: Sequence[int], num_tokens: Sequence[int]) -> bool:
+    def allocate_slots(self, rows: IntArray, num_tokens: IntArray) -> bool:
         """Give each row room for so many tokens in all; every one of them or none. False when the global pool
         has too few blocks."""
-        new_rows: list[int] = []
-        indices: list[int] = []
-        for row, held, count in zip(rows, self.batch.num_blocks[rows].tolist(), num_tokens, strict=True):
-            total = self.spec.global_blocks(count)
-            if total > held:
-                new_rows += [row] * (total - held)
-                indices += range(held, total)
-        if not new_rows:
-            return True
-        if len(new_rows) > self.global_pool.num_free:
-            return False
-        # The local pool is sized so that this can't fail (KVCacheSpec.local_pool_blocks); allocate() asserts
-        # it.
-        local_blocks, global_blocks = (
-            self.local_pool.allocate(len(new_rows)),
-            self.global_pool.allocate(len(new_rows)),
-        )
-        self._set_blocks(new_rows, indices, global_blocks, local_blocks)
-        return True
+        held = self.batch.num_blocks[rows]
+        num_new = self.spec.global_blocks(num_tokens) - held
+        if (num_new == 1).all():  # as of decodes
+            return self._allocate(rows, held)
+        num_new = np.maximum(num_new, 0)
+        first = np.repeat(held - np.cumsum(num_new) + num_new, num_new)
+        return self._allocate(np.repeat(rows, num_new), first + np.arange(len(first)))
 
-    def _set_blocks(
-        self, rows: list[int], indices: list[int], global_blocks: list[int], local_blocks: list[int]
-    ) -> None:
-        if rows:
+    def _allocate(self, rows: IntArray, indices: IntArray) -> bool:
+        """New blocks for these entries of the tables, for all or for none."""
+        count = len(rows)
+        if count > self.global_pool.num_free:
+            return False
+        if count:
+            # The local pool is sized so that this can't fail (KVCacheSpec.local_pool_blocks); allocate() asserts it.
+            local_blocks, global_blocks = self.local_pool.allocate(count), self.global_pool.allocate(count)
             self.batch.set_blocks(rows, indices, global_blocks, local_blocks)
+        return True
 
     def cache_full_blocks(self, requests: Sequence[Request], num_computed_tokens: Sequence[int]) -> None:
         """After a step that brought the requests to so many computed tokens: make the blocks that are full
@@ -199,20 +193,22 @@ class KVCacheManager:
         rows: list[int] = []
         indices: list[int] = []
         hashes: list[bytes] = []
+        block_size, extend = self.block_size, self._hasher.extend
         for request, num_computed in zip(requests, num_computed_tokens, strict=True):
             record = self._requests[request]
-            full, cached = num_computed // self.block_size, record.num_cached_blocks
+            full, cached = num_computed // block_size, record.num_cached_blocks
             if full > cached:
-                self._hasher.extend(record.hashes, request.token_ids, request.spec.cache_salt, full)
-                rows += [request.row] * (full - cached)
+                extend(record.hashes, request.token_ids, request.spec.cache_salt, full)
+                rows += repeat(request.row, full - cached)
                 indices += range(cached, full)
                 hashes += record.hashes[cached:full]
                 record.num_cached_blocks = full
                 if record.announced:
                     self._withdraw(record, full - cached)
         if hashes:
-            self.full.cache_full_blocks(rows, indices, hashes)
-            self.window.cache_full_blocks(rows, indices, hashes)
+            entries = np.array(rows), np.array(indices)
+            self.full.cache_full_blocks(*entries, hashes)
+            self.window.cache_full_blocks(*entries, hashes)
 
     # -- the end ---------------------------------------------------------------------------------------------
 

@@ -171,7 +171,7 @@ class Scheduler:
         lacking = num_tokens > self.batch.num_blocks[rows] * self.kv.block_size
         if not lacking.any():
             return True
-        return self.kv.allocate_slots(rows[lacking].tolist(), num_tokens[lacking].tolist())
+        return self.kv.allocate_slots(rows[lacking], num_tokens[lacking])
 
     def _schedule_decodes(self, step: ScheduledStep) -> list[Request]:
         """Schedules every request with one uncomputed token; the others are returned."""
@@ -230,8 +230,8 @@ class Scheduler:
         return min(num_left, budget)
 
     def _allocate(self, request: Request, num_new_tokens: int) -> bool:
-        row = request.row
-        return self.kv.allocate_slots([row], [int(self.batch.num_computed_tokens[row]) + num_new_tokens])
+        rows = np.array([request.row])
+        return self.kv.allocate_slots(rows, self.batch.num_computed_tokens[rows] + num_new_tokens)
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int, step: ScheduledStep) -> bool:
         """Allocate, preempting from the tail while the global pool is dry. False when the request itself had

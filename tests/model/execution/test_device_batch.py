@@ -15,11 +15,8 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 def grow(batch: RunningBatch, row: int, count: int, first_block: int) -> None:
-    held = int(batch.num_blocks[row])
     blocks = list(range(first_block, first_block + count))
-    batch.set_blocks(
-        [row] * count, list(range(held, held + count)), blocks, [100 + block for block in blocks]
-    )
+    batch.set_row_blocks(row, blocks, [100 + block for block in blocks])
 
 
 def test_many_sequences_come_and_go_and_every_row_has_its_own_blocks() -> None:

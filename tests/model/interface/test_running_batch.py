@@ -92,7 +92,7 @@ def test_tables_are_those_of_lists_and_changes_name_every_new_entry() -> None:
             indices += range(len(held), len(held) + count)
         if rows:
             new = [[choose.randrange(1, 1000) for _ in rows] for _ in (GLOBAL, LOCAL)]
-            batch.set_blocks(rows, indices, *new)
+            batch.set_blocks(np.array(rows), np.array(indices), *new)
             for row, global_block, local_block in zip(rows, *new, strict=True):
                 tables[row][GLOBAL].append(global_block)
                 tables[row][LOCAL].append(local_block)

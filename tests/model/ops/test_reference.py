@@ -50,7 +50,7 @@ def attention_case(
         gone = max(0, context - queries - window + 1) // block_size  # recycled from the local table
         local_table = [0] * gone + table[gone:]
         row = running.add([5] * context, context, SamplingParams(1))
-        running.set_blocks([row] * len(table), list(range(len(table))), table, local_table)
+        running.set_row_blocks(row, table, local_table)
         chunks.append(SequenceChunk(row, [5] * queries, context - queries, samples=False))
         keys.append(key)
         values.append(value)

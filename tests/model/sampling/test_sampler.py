@@ -328,9 +328,7 @@ def test_labels_take_the_place_of_the_likeliest_bit_for_bit() -> None:
     labels = (2999, 0, 17)
     params = replace(RANDOM, seed=4, logprobs=20)
     plain = sample(logits, [chunk(params)] * 3)
-    mixed = sample(
-        logits, [chunk(params), chunk(replace(params, logprob_token_ids=labels)), chunk(params)]
-    )
+    mixed = sample(logits, [chunk(params), chunk(replace(params, logprob_token_ids=labels)), chunk(params)])
     assert [result.token_ids for result in mixed] == [result.token_ids for result in plain]
     assert [mixed[0].logprobs, mixed[2].logprobs] == [plain[0].logprobs, plain[2].logprobs]
     (entry,) = mixed[1].logprobs

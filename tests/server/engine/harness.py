@@ -234,7 +234,9 @@ class LazyRunner(CheckingRunner):
     def _slot(self, group: str, table: Sequence[int], position: int) -> tuple[str, int, int]:
         group, block, offset = super()._slot(group, table, position)
         pool = self._kv.global_pool if group == "global" else self._kv.local_pool
-        assert pool.ref_count(block) > 0, f"{group}: block {block} was freed before the step that uses it has run"
+        assert pool.ref_count(block) > 0, (
+            f"{group}: block {block} was freed before the step that uses it has run"
+        )
         return group, block, offset
 
 

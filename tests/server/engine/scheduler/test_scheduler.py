@@ -1,6 +1,5 @@
 """Rules of the engine, each shown with a runner that verifies every key it would read."""
 
-
 import pytest
 
 from model.interface.kv_cache_spec import KVCacheSpec

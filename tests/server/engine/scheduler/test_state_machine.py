@@ -118,9 +118,7 @@ class EngineMachine(RuleBasedStateMachine):
         engine.core.scheduler.check_invariants()
         seen["held"] += len(engine.core.scheduler._held)
         for request in engine.core.scheduler.running:
-            held = (
-                int(engine.kv.batch.num_blocks[request.row]) - engine.kv.window.first_kept[request.row]
-            )
+            held = int(engine.kv.batch.num_blocks[request.row]) - engine.kv.window.first_kept[request.row]
             running = max(1, engine.num_uncomputed(request))
             assert held <= engine.spec.blocks(engine.num_computed(request), running).local_blocks
         for request_id, (tokens, max_tokens, stops) in self.prompts.items():
