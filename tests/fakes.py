@@ -16,12 +16,14 @@ from tokenizers.models import BPE
 
 from model.interface.grammar_state import GrammarFault
 from model.interface.kv_cache_spec import KVCacheSpec
+from model.interface.running_batch import RunningBatch
 from model.interface.sampling_params import SamplingParams
 from model.interface.sequence_chunk import (
     NOT_FINITE,
     ChunkResult,
-    SequenceChunk,
+    StepInput,
     StepMemoryError,
+    StepResult,
     TokenLogprobs,
 )
 from server.engine.async_engine import AsyncEngine, EngineLimits
@@ -32,6 +34,7 @@ from server.grammar.compiler import GrammarCompiler
 from server.loading.load import LoadedEngine
 from server.settings.settings import Settings
 from server.text.tokenizer import Tokenizer
+from tests.steps import StepSequence, sequences_of
 
 VOCAB_SIZE = 512
 HIDDEN_SIZE = 4
@@ -129,14 +132,15 @@ class FakeRunner:
     chunk_sizes: list[int] = field(default_factory=list)
     released: threading.Event = field(default_factory=threading.Event)
 
-    def run(self, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
+    def run(self, step: StepInput) -> StepResult:
+        chunks = sequences_of(step)
         self.chunk_sizes.extend(len(chunk.token_ids) for chunk in chunks)
         delay = self.step_delay + self.token_delay * sum(len(chunk.token_ids) for chunk in chunks)
         if delay:
             time.sleep(delay)
-        return [self._run_chunk(chunk) for chunk in chunks]
+        return StepResult.of([self._run_chunk(chunk) for chunk in chunks])
 
-    def _run_chunk(self, chunk: SequenceChunk) -> ChunkResult:
+    def _run_chunk(self, chunk: StepSequence) -> ChunkResult:
         tokens = [*chunk.prompt_token_ids, *chunk.output_token_ids]
         prompt, num_output = list(chunk.prompt_token_ids), len(chunk.output_token_ids)
         result = ChunkResult()
@@ -206,7 +210,8 @@ def fake_engine_factory(
         )
         num_local = spec.local_pool_blocks(max_num_seqs, max_num_batched_tokens)
         num_global = 1 + max_num_seqs * max_model_len // 8
-        kv = KVCacheManager(spec, num_global, num_local, prefix_caching=settings.prefix_caching)
+        batch = RunningBatch(max_num_seqs, num_global - 1)
+        kv = KVCacheManager(spec, batch, num_global, num_local, prefix_caching=settings.prefix_caching)
         config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len)
         core = EngineCore(runner or FakeRunner(), kv, config, debug_invariants=True)
         tokenizer = fake_tokenizer()

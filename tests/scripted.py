@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from model.interface.sampling_params import SamplingParams
-from model.interface.sequence_chunk import ChunkResult, SequenceChunk
+from model.interface.sequence_chunk import ChunkResult
 from tests.fakes import END_OF_TURN, FakeRunner, fake_engine_factory, fake_tokenizer
 from tests.http.live_server import LiveServer, live_server
+from tests.steps import StepSequence
 
 TOKENIZER = fake_tokenizer()
 FAILS = "\N{BOMB}"  # where the text has it, the request fails
@@ -24,7 +25,7 @@ class ScriptedRunner(FakeRunner):
     def __post_init__(self) -> None:
         self._scripts = [TOKENIZER.encode_plain(text.partition(FAILS)[0]) for text in self.texts]
 
-    def _run_chunk(self, chunk: SequenceChunk) -> ChunkResult:
+    def _run_chunk(self, chunk: StepSequence) -> ChunkResult:
         seed, num_output = chunk.sampling.seed, len(chunk.output_token_ids)
         if (
             seed < len(self.texts)

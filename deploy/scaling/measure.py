@@ -9,6 +9,7 @@ from deploy.scaling.timing import Curve, Profile, StepTiming, keys_read
 from model.checkpoint.open import open_checkpoint
 from model.execution.cuda_graphs import padded_sizes
 from model.execution.runner import ModelRunner
+from model.interface.running_batch import RunningBatch
 from model.interface.sampling_params import SamplingParams
 from server.engine.core import EngineCore
 from server.engine.kv.kv_manager import KVCacheManager
@@ -82,11 +83,16 @@ class Meter:
             self.runner.capture_graphs(padded_sizes(settings.max_num_seqs), max_model_len)
 
     def _core(self, max_num_batched_tokens: int) -> EngineCore:
+        max_num_seqs = min(self.settings.max_num_seqs, max_num_batched_tokens)
+        batch = RunningBatch(max_num_seqs, self.plan.num_global_blocks - 1)
         kv = KVCacheManager(
-            self.runner.spec, self.plan.num_global_blocks, self.plan.num_local_blocks, prefix_caching=False
+            self.runner.spec,
+            batch,
+            self.plan.num_global_blocks,
+            self.plan.num_local_blocks,
+            prefix_caching=False,
         )
         capacity = (self.plan.num_global_blocks - 1) * self.runner.spec.block_size
-        max_num_seqs = min(self.settings.max_num_seqs, max_num_batched_tokens)
         return EngineCore(self.runner, kv, SchedulerConfig(max_num_seqs, max_num_batched_tokens, capacity))
 
     def _step_seconds(self, core: EngineCore) -> float:

@@ -7,14 +7,14 @@ import heapq
 import random
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from deploy.scaling.timing import Profile
 from deploy.scaling.workload import Demand, SimulatedRequest, requests_of
+from model.interface.running_batch import RunningBatch
 from model.interface.sampling_params import SamplingParams
-from model.interface.sequence_chunk import ChunkResult, SequenceChunk
+from model.interface.sequence_chunk import ChunkResult, StepInput, StepResult
 from server.engine.core import EngineCore
 from server.engine.kv.kv_manager import KVCacheManager
 from server.engine.request import GenerationSpec, TokenOutput
@@ -43,16 +43,20 @@ class _TimedRunner:
         self.now = 0.0
         self._profile = profile
 
-    def run(self, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
-        self.now += self._profile.timing.seconds(chunks, self._profile.spec)
-        return [ChunkResult(token_ids=[TOKEN] if chunk.samples else []) for chunk in chunks]
+    def run(self, step: StepInput) -> StepResult:
+        self.now += self._profile.timing.seconds(step, self._profile.spec)
+        others = {
+            i: ChunkResult() for i, chunk in enumerate(step.prefills, len(step.decodes)) if not chunk.samples
+        }
+        return StepResult([TOKEN] * len(step), others)
 
 
 class Replica:
     def __init__(self, profile: Profile) -> None:
         self.runner = _TimedRunner(profile)
+        batch = RunningBatch(profile.max_num_seqs, profile.num_global_blocks - 1)
         kv = KVCacheManager(
-            profile.spec, profile.num_global_blocks, profile.num_local_blocks, prefix_caching=True
+            profile.spec, batch, profile.num_global_blocks, profile.num_local_blocks, prefix_caching=True
         )
         config = SchedulerConfig(
             profile.max_num_seqs, profile.max_num_batched_tokens, profile.capacity_tokens

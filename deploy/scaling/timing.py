@@ -4,13 +4,12 @@ a JSON profile with the machine it was measured on. Imports no torch."""
 
 import json
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from model.interface.kv_cache_spec import KVCacheSpec
-from model.interface.sequence_chunk import SequenceChunk
+from model.interface.sequence_chunk import StepInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +53,12 @@ class StepTiming:
     head: Curve
     key_read: float
 
-    def seconds(self, chunks: Sequence[SequenceChunk], spec: KVCacheSpec) -> float:
-        tokens = sampled = 0
-        keys = 0.0
-        for chunk in chunks:
-            tokens += len(chunk.token_ids)
-            sampled += chunk.samples
+    def seconds(self, step: StepInput, spec: KVCacheSpec) -> float:
+        sampled = len(step.decodes) + sum(chunk.samples for chunk in step.prefills)
+        keys = sum((keys_read(start, 1, spec) for start in step.starts.tolist()), 0.0)
+        for chunk in step.prefills:
             keys += keys_read(chunk.start, len(chunk.token_ids), spec)
-        return self.network.at(tokens) + self.head.at(sampled) + self.key_read * keys
+        return self.network.at(step.num_tokens) + self.head.at(sampled) + self.key_read * keys
 
 
 @dataclass(frozen=True, slots=True)

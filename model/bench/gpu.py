@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from model.bench.contexts import decode_chunks, plan_for
+from model.bench.contexts import decode_step, plan_for
 from model.bench.step import GREEDY, bytes_read, decode_work, linears
 from model.config.gemma3_config import SIZES, Gemma3Config
 from model.execution.cuda_graphs import padded_sizes
@@ -27,7 +27,7 @@ from model.execution.runner import ModelRunner, resolve_dtype
 from model.host.memory import available_memory
 from model.interface.errors import ConfigError
 from model.interface.kv_cache_spec import KVCachePlan, ceil_div
-from model.interface.sequence_chunk import SequenceChunk, StepMemoryError
+from model.interface.sequence_chunk import StepInput, StepMemoryError
 from model.network.gemma3 import Gemma3
 from model.ops.select import select_ops
 
@@ -164,10 +164,10 @@ class Bench:
 
     def decode(self, runner: ModelRunner, num_seqs: int, context: int) -> str:
         """Milliseconds of a step, the floor, and the share of it that was reached."""
-        chunks = decode_chunks(runner, num_seqs, context, GREEDY)
+        step = decode_step(runner, num_seqs, context, GREEDY)
         floor = self.card.floor(decode_work(runner, num_seqs, context))
         sizes = padded_sizes(num_seqs)[-1:]
-        seconds = self._seconds(runner, plan_for(runner.spec, num_seqs, context), chunks, sizes, context)
+        seconds = self._seconds(runner, plan_for(runner.spec, num_seqs, context), step, sizes, context)
         return (
             DOES_NOT_FIT
             if seconds is None
@@ -178,13 +178,13 @@ class Bench:
         """Tokens per second of a prompt in one step, the most that the floor allows, and the share of it that
         was reached."""
         blocks = list(range(1, 1 + ceil_div(num_tokens, BLOCK_SIZE)))
-        chunk = SequenceChunk([1000] * num_tokens, 0, blocks, blocks, GREEDY, samples=True)
+        step = StepInput.of_prompt([1000] * num_tokens, blocks, GREEDY, samples=True)
         count, spec = len(blocks) + 1, runner.spec
         plan = KVCachePlan(
             count, count, count * spec.global_block_bytes, count * spec.local_block_bytes, num_tokens
         )
         floor = self.card.floor(prefill_work(runner, num_tokens))
-        seconds = self._seconds(runner, plan, [chunk], (), num_tokens)
+        seconds = self._seconds(runner, plan, step, (), num_tokens)
         return (
             DOES_NOT_FIT
             if seconds is None
@@ -195,7 +195,7 @@ class Bench:
         self,
         runner: ModelRunner,
         plan: KVCachePlan,
-        chunks: list[SequenceChunk],
+        step: StepInput,
         graph_sizes: Sequence[int],
         max_model_len: int,
     ) -> float | None:
@@ -210,7 +210,7 @@ class Bench:
                 layer.values.zero_()
             if graph_sizes:
                 runner.capture_graphs(graph_sizes, max_model_len)
-            return median_seconds(lambda: runner.run(chunks), self.device, self.budget)
+            return median_seconds(lambda: runner.run(step), self.device, self.budget)
         except (ConfigError, StepMemoryError) as error:
             print(error, file=sys.stderr)
             return None

@@ -1,10 +1,11 @@
 """CUDA graphs of decode steps: the hundreds of launches of a step as one, for batches padded to a few sizes.
 
 A step in which every sequence has one token is laid into buffers that never move, and the graph of the next
-larger size is replayed; all sizes share one memory pool. Block tables stay on the device from step to step:
-what changed travels with the step's tokens in one copy from pinned memory, and the host waits for nothing.
-Rows that pad a batch write to the null block, which nobody reads, and see no keys. What makes a graph of a
-callable is handed in, so that all of this is tested without a device.
+larger size is replayed; all sizes share one memory pool. A row of the buffers is a sequence of the step, in
+the step's order: what it computes travels in one copy from pinned memory, its block tables are gathered on
+the device, and the host waits for nothing. Rows that pad a batch write to the null block, which nobody reads,
+and see no keys. What makes a graph of a callable is handed in, so that all of this is tested without a
+device.
 
 Attention in a captured step depends on the padded size and on device tensors only: there
 ``AttentionMetadata.context_lens`` are upper bounds, and a row whose length is 0 reads nothing and may yield
@@ -19,10 +20,8 @@ from typing import Protocol
 
 import torch
 
-from model.execution.decode_rows import DecodeLayout, DecodeRows
 from model.interface.kv_cache_spec import KVCacheSpec, ceil_div
-from model.interface.sequence_chunk import DecodeChunks, SequenceChunk
-from model.network.forward_batch import ForwardBatch, drawn_token_ids
+from model.network.forward_batch import ForwardBatch, StepLayout
 from model.network.gemma3 import Gemma3
 from model.network.kv_cache import KVCache
 from model.ops.interface import AttentionMetadata
@@ -30,9 +29,6 @@ from model.ops.interface import AttentionMetadata
 logger = logging.getLogger(__name__)
 
 LARGEST_BATCH = 256  # beyond it, launching costs little beside the step itself
-UPDATES_PER_COPY = (
-    4096  # entries of block tables that one copy carries; a step that changes more takes several
-)
 Step = Callable[[], torch.Tensor]
 
 
@@ -97,35 +93,27 @@ class CudaGraphDevice:
         return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
-class _StepInput:
-    """One run of bytes that holds all that a step sends, on the host or on the device: views of its parts.
-
-    First what every step sends, one row of each part per row of the batch; then the changes of the block
-    tables.
-    """
+class _StepBuffer:
+    """One run of bytes that holds what a step sends, on the host or on the device: views of its parts, an
+    entry per row."""
 
     def __init__(self, memory: torch.Tensor, num_rows: int) -> None:
-        columns_end = num_rows * 5 * 8
-        places = columns_end + ceil_div(num_rows, 2) * 8  # int64 is aligned
-        entries = places + UPDATES_PER_COPY * 8
+        columns_end = num_rows * 4 * 8
         self.memory = memory
-        self.fixed = memory[:places]
-        columns = memory[:columns_end].view(torch.int64).view(5, num_rows)
-        self.token_ids, self.positions, self.global_slots, self.local_slots, self.order = columns.unbind()
-        self.context_lens = memory[columns_end : columns_end + num_rows * 4].view(torch.int32)
-        self.places = memory[places:entries].view(torch.int64)
-        self.entries = memory[entries:].view(torch.int32)
+        columns = memory[:columns_end].view(torch.int64).view(4, num_rows)
+        self.token_ids, self.positions, self.global_slots, self.local_slots = columns.unbind()
+        self.context_lens = memory[columns_end:].view(torch.int32)
 
     @staticmethod
     def num_bytes(num_rows: int) -> int:
-        return num_rows * 5 * 8 + ceil_div(num_rows, 2) * 8 + UPDATES_PER_COPY * 12
+        return num_rows * (4 * 8 + 4)
 
 
 class _Staging:
     """Memory of the host for a step's input, which is not written again before the device has taken it."""
 
     def __init__(self, device: GraphDevice, num_rows: int) -> None:
-        self.input = _StepInput(device.host_buffer(_StepInput.num_bytes(num_rows)), num_rows)
+        self.input = _StepBuffer(device.host_buffer(_StepBuffer.num_bytes(num_rows)), num_rows)
         self._taken = device.event()
         self._is_sent = False
 
@@ -134,11 +122,8 @@ class _Staging:
             self._taken.synchronize()
             self._is_sent = False
 
-    def send(self, target: _StepInput, *, with_updates: bool) -> None:
-        if with_updates:
-            target.memory.copy_(self.input.memory, non_blocking=True)
-        else:
-            target.fixed.copy_(self.input.fixed, non_blocking=True)
+    def send(self, target: _StepBuffer) -> None:
+        target.memory.copy_(self.input.memory, non_blocking=True)
         self._taken.record()
         self._is_sent = True
 
@@ -164,13 +149,11 @@ class DecodeGraphs:
         table_width = ceil_div(max_model_len, spec.block_size)
         self._max_context = table_width * spec.block_size
         target = model.ops.device
-        self._input = _StepInput(
-            torch.zeros(_StepInput.num_bytes(num_rows), dtype=torch.uint8, device=target), num_rows
+        self._input = _StepBuffer(
+            torch.zeros(_StepBuffer.num_bytes(num_rows), dtype=torch.uint8, device=target), num_rows
         )
-        self._input.order.copy_(torch.arange(num_rows))
         self._tables = torch.zeros(2, num_rows, table_width, dtype=torch.int32, device=target)
         self._query_start = torch.arange(num_rows + 1, dtype=torch.int32, device=target)
-        self._rows = DecodeRows(num_rows, table_width, spec.block_size, spec.sliding_window)
         # Two, so that a step is laid out while the device still takes the one before.
         self._staging = [_Staging(device, num_rows), _Staging(device, num_rows)]
         self._replays: dict[int, Step] = {}
@@ -187,49 +170,33 @@ class DecodeGraphs:
             self._replays[size] = self._device.capture(partial(self._step, size))
         logger.info("captured %d CUDA graphs in %.1f s", len(self._replays), time.monotonic() - began)
 
-    def accepts(self, chunks: Sequence[SequenceChunk]) -> bool:
-        """Whether these chunks are a step that ``run`` can take: one token each, not too many, within the
-        longest length."""
-        if len(chunks) > self._num_rows:
-            return False
-        if isinstance(chunks, DecodeChunks):
-            return int(chunks.starts.max()) < self._max_context
-        return all(len(chunk.token_ids) == 1 and chunk.start < self._max_context for chunk in chunks)
-
-    def run(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
-        """Final hidden states [n, h] of the chunks' tokens, in their order: overwritten by the next step."""
-        layout = self._rows.lay_out(chunks)
-        size = next(size for size in self.sizes if size >= len(chunks))
-        first = 0
-        while len(layout.places) - first > UPDATES_PER_COPY:
-            self._send_updates(self._next_staging(), layout, first)
-            first += UPDATES_PER_COPY
-        staging = self._next_staging()
-        _fill(staging.input, layout, size)
-        if first < len(layout.places):
-            self._send_updates(staging, layout, first)
-        else:
-            staging.send(self._input, with_updates=False)
-        if isinstance(chunks, DecodeChunks) and chunks.drawn is not None:
-            token_ids = drawn_token_ids(chunks.drawn, self._input.memory.device)
-            self._input.token_ids.index_copy_(0, self._input.order[: len(chunks)], token_ids)
-        return self._replays[size]()[: len(chunks)]
-
-    def _next_staging(self) -> _Staging:
-        self._staging.reverse()
-        self._staging[0].wait()
-        return self._staging[0]
-
-    def _send_updates(self, staging: _Staging, layout: DecodeLayout, first: int) -> None:
-        """The next changes of the block tables, and whatever else stands in ``staging``."""
-        places, entries = (
-            values[first : first + UPDATES_PER_COPY] for values in (layout.places, layout.entries)
+    def accepts(self, layout: StepLayout) -> bool:
+        """Whether this is a step that ``run`` can take: one token each, not too many, within the longest
+        length."""
+        count = len(layout.rows)
+        return (
+            count <= self._num_rows
+            and len(layout.positions) == count
+            and int(layout.positions.max()) < self._max_context
         )
-        count = len(places)
-        staging.input.places[:count] = torch.tensor(places)
-        staging.input.entries[:count] = torch.tensor(entries, dtype=torch.int32)
-        staging.send(self._input, with_updates=True)
-        self._tables.view(-1).index_copy_(0, self._input.places[:count], self._input.entries[:count])
+
+    def run(
+        self, layout: StepLayout, block_tables: torch.Tensor, token_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Final hidden states [n, h] of the sequences' tokens: overwritten by the next step. ``block_tables``
+        int32 [group, n, table_width] are those of its rows; ``token_ids`` int64 [n] where the device has
+        drawn them."""
+        count = len(layout.rows)
+        size = next(size for size in self.sizes if size >= count)
+        self._staging.reverse()
+        staging = self._staging[0]
+        staging.wait()
+        _fill(staging.input, layout, size)
+        staging.send(self._input)
+        self._tables[:, :count, : block_tables.shape[2]].copy_(block_tables)
+        if token_ids is not None:
+            self._input.token_ids[:count].copy_(token_ids)
+        return self._replays[size]()[:count]
 
     def _step(self, size: int) -> torch.Tensor:
         """The network over the first ``size`` rows of the buffers: what is captured."""
@@ -251,25 +218,22 @@ class DecodeGraphs:
             positions=self._input.positions[:size],
             global_attention=attention(0, self._input.global_slots, None),
             local_attention=attention(1, self._input.local_slots, self._spec.sliding_window),
-            first_rows=tuple(range(size + 1)),
         )
         hidden: torch.Tensor = self._model(batch, self._cache)
-        return hidden.index_select(0, self._input.order[:size])
+        return hidden
 
 
-def _fill(target: _StepInput, layout: DecodeLayout, size: int) -> None:
+def _fill(target: _StepBuffer, layout: StepLayout, size: int) -> None:
     """What the first ``size`` rows compute. Those of no sequence are padding: they write to the null block
     and read nothing."""
     count = len(layout.rows)
-    rows = torch.from_numpy(layout.rows)
+    global_slots, local_slots = layout.slots
     columns = (target.token_ids, target.positions, target.global_slots, target.local_slots)
     for column, values in zip(
-        columns, (layout.token_ids, layout.positions, layout.global_slots, layout.local_slots), strict=True
+        columns, (layout.token_ids, layout.positions, global_slots, local_slots), strict=True
     ):
         column[count:size] = 0
         if values is not None:
-            column[rows] = torch.from_numpy(values)
+            column[:count] = torch.from_numpy(values)
     target.context_lens[count:size] = 0
-    target.context_lens[:count] = (target.positions[:count] + 1).int()
-    target.order[:count] = rows
-    target.order[count:size] = torch.arange(count, size)
+    target.context_lens[:count] = torch.from_numpy(layout.context_lens)

@@ -14,8 +14,9 @@ from model.execution.cuda_graphs import CudaGraphDevice, DecodeGraphs, GraphDevi
 from model.execution.out_of_memory import remedy
 from model.interface.errors import ConfigError
 from model.interface.kv_cache_spec import KVCachePlan, ceil_div
+from model.interface.running_batch import NULL_BLOCK, RunningBatch
 from model.interface.sampling_params import SamplingParams
-from model.interface.sequence_chunk import SequenceChunk
+from model.interface.sequence_chunk import SequenceChunk, StepInput
 
 if TYPE_CHECKING:
     from model.execution.runner import ModelRunner
@@ -155,8 +156,8 @@ def profile_memory(
         )  # block 1, shared by all, stands for every one
         before = memory.allocated()
         memory.reset_peak()
-        for chunks in largest_steps(runner, max_num_batched_tokens, max_num_seqs, max_model_len):
-            runner.run(chunks)
+        for step in largest_steps(runner, max_num_batched_tokens, max_num_seqs, max_model_len):
+            runner.run(step)
         activations = max(0, memory.peak() - before)
         graphs = 0
         if graph_device is not None:
@@ -171,7 +172,7 @@ def profile_memory(
 
 def largest_steps(
     runner: "ModelRunner", max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int
-) -> Iterator[list[SequenceChunk]]:
+) -> Iterator[StepInput]:
     """Steps that take the most memory: as many tokens and sampled rows as may be, at the longest length; then
     decodes alone.
 
@@ -180,21 +181,20 @@ def largest_steps(
     spec = runner.spec
     token_id = runner.config.bos_token_id
     total = ceil_div(max_model_len, spec.block_size)
-
-    def chunk(num_tokens: int) -> SequenceChunk:
-        start = max_model_len - num_tokens
-        first = max(0, start - spec.sliding_window + 1) // spec.block_size
-        local_table = [0] * first + [1] * (total - first)
-        return SequenceChunk([token_id] * num_tokens, start, [1] * total, local_table, _DEAREST, samples=True)
-
-    decode = chunk(1)
-    longer: list[SequenceChunk] = []
+    lengths: list[int] = []  # of chunks with more than a token
     spare = max_num_batched_tokens - max_num_seqs  # tokens beyond one of each sequence
-    while spare > 0 and len(longer) < max_num_seqs and max_model_len > 1:
-        longer.append(chunk(min(1 + spare, max_model_len)))
-        spare -= len(longer[-1].token_ids) - 1
-    yield [*longer, *[decode] * (max_num_seqs - len(longer))]
-    yield [decode] * max_num_seqs
+    while spare > 0 and len(lengths) < max_num_seqs and max_model_len > 1:
+        lengths.append(min(1 + spare, max_model_len))
+        spare -= lengths[-1] - 1
+    for chunk_lengths in (lengths, []):
+        batch, chunks = RunningBatch(max_num_seqs, total), []
+        for num_tokens in (*chunk_lengths, *[1] * (max_num_seqs - len(chunk_lengths))):
+            row, start = batch.add([token_id] * num_tokens, num_tokens, _DEAREST), max_model_len - num_tokens
+            first = max(0, start - spec.sliding_window + 1) // spec.block_size
+            local_blocks = [NULL_BLOCK] * first + [1] * (total - first)
+            batch.set_row_blocks(row, [1] * total, local_blocks)
+            chunks.append(SequenceChunk(row, batch.token_ids[row], start, samples=True))
+        yield StepInput(batch, prefills=chunks)
 
 
 def _graph_bytes(

@@ -6,38 +6,33 @@ neither requests nor text. Not thread-safe: one thread calls it.
 """
 
 import time
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from tqdm import tqdm
 
 from model.config.gemma3_config import Gemma3Config
 from model.execution.cuda_graphs import CudaGraphDevice, DecodeGraphs, GraphDevice
+from model.execution.device_batch import DeviceBatch
 from model.execution.out_of_memory import is_out_of_memory, remedy
 from model.execution.weight_cache import WeightCache
 from model.host.cpu_features import cpu_computes_bfloat16
 from model.host.memory import available_memory
 from model.interface.errors import ConfigError
 from model.interface.kv_cache_spec import KVCachePlan, KVCacheSpec
+from model.interface.running_batch import IntArray, RunningBatch
 from model.interface.sampling_params import SamplingParams
-from model.interface.sequence_chunk import (
-    NOT_FINITE,
-    ChunkResult,
-    DecodeChunks,
-    SequenceChunk,
-    StepMemoryError,
-)
-from model.network.forward_batch import ForwardBatch, build_batch, to_device
+from model.interface.sequence_chunk import NOT_FINITE, ChunkResult, StepInput, StepMemoryError, StepResult
+from model.network.forward_batch import StepLayout, forward_batch, lay_out, to_device
 from model.network.gemma3 import Gemma3
 from model.network.kv_cache import KVCache
 from model.network.pending_step import PendingStep
 from model.ops.interface import Ops
 from model.ops.select import select_ops
 from model.precision import resolve_quantization
-from model.sampling.sampler import Sampler, draw_groups
+from model.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
     from model.checkpoint.base import Checkpoint
@@ -95,13 +90,13 @@ class ModelRunner:
         self.sampler = Sampler(ops)
         self.max_logits_rows = MAX_LOGITS_ROWS if ops.device.type == "cpu" else MAX_LOGITS_ROWS_ON_DEVICE
         self.cache: KVCache | None = None
+        self.mirrors_tables = ops.device.type != "cpu"  # the device keeps block tables of its own
+        self._device_batch: DeviceBatch | None = None
         self._graphs: DecodeGraphs | None = None
-        self.sample_seconds = (
-            0.0  # so far; on a device that computes beside the host, waiting for the network is in it
-        )
-        self.compile_seconds = (
-            0.0  # until the operations were ready: long only when their kernels had to be compiled
-        )
+        # So far; on a device that computes beside the host, waiting for the network is in it.
+        self.sample_seconds = 0.0
+        # Until the operations were ready: long only when their kernels had to be compiled.
+        self.compile_seconds = 0.0
         self._cache_bytes = self._baseline_bytes = 0
 
     @classmethod
@@ -173,7 +168,7 @@ class ModelRunner:
 
     def release_cache(self) -> None:
         """Forget the cache and what was captured over it."""
-        self.cache = self._graphs = None
+        self.cache = self._graphs = self._device_batch = None
         self._cache_bytes = 0
 
     def capture_graphs(
@@ -223,22 +218,21 @@ class ModelRunner:
         Writes to block 1 of each pool: to be called before any sequence owns a block.
         """
         sampling = SamplingParams(max_tokens=1, temperature=0.0)
-        for token_ids, start in (
-            ([self.config.bos_token_id] * min(4, self.spec.block_size), 0),
-            ([self.config.bos_token_id], 0),
-        ):
-            self.run([SequenceChunk(token_ids, start, [1], [1], sampling, samples=True)])
+        for num_tokens in (min(4, self.spec.block_size), 1):
+            self.run(
+                StepInput.of_prompt([self.config.bos_token_id] * num_tokens, [1], sampling, samples=True)
+            )
         self.sample_seconds = 0.0
 
-    def run(self, chunks: Sequence[SequenceChunk]) -> Sequence[ChunkResult]:
-        """Run one step; one result per chunk, in order. Raises StepMemoryError."""
-        return self.launch(chunks).results()
+    def run(self, step: StepInput) -> StepResult:
+        """Run one step. Raises StepMemoryError."""
+        return self.launch(step).results()
 
-    def launch(self, chunks: Sequence[SequenceChunk]) -> PendingStep:
-        """Hand one step to the device, and wait for it only where chunks are not plain. Raises
+    def launch(self, step: StepInput) -> PendingStep:
+        """Hand one step to the device, and wait for it only where more than plain draws is wanted. Raises
         StepMemoryError."""
         try:
-            return self._launch(chunks)
+            return self._launch(step)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -249,92 +243,111 @@ class ModelRunner:
         raise StepMemoryError(reason)
 
     @torch.inference_mode()
-    def _launch(self, chunks: Sequence[SequenceChunk]) -> PendingStep:
-        if not chunks:
-            return PendingStep([])
-        first_rows, hidden = self._run_network(chunks)
-        if isinstance(chunks, DecodeChunks) and chunks.plain:
-            return PendingStep(None, drawn=self._draw(hidden, chunks, chunks.positions, chunks.scratch))
-        chunks = list(chunks)
-        results: list[ChunkResult | None] = [None] * len(chunks)
-        rest = {index: ChunkResult() for index, chunk in enumerate(chunks) if not chunk.plain}
-        self._pool(hidden, chunks, first_rows, rest)
-        self._score_prompts(hidden, chunks, first_rows, rest)
-        self._sample(hidden, chunks, first_rows, rest)
-        for index, result in rest.items():
-            results[index] = result
-        plain = [index for index, chunk in enumerate(chunks) if chunk.plain]
-        if not plain:
-            return PendingStep(results)
-        last_rows = to_device(np.array([first_rows[index + 1] - 1 for index in plain]), hidden.device)
-        drawing = [chunks[index] for index in plain]
-        positions = np.array([chunk.position for chunk in drawing])
-        return PendingStep(results, plain, self._draw(hidden[last_rows], drawing, positions, {}))
+    def _launch(self, step: StepInput) -> PendingStep:
+        if not len(step):
+            return PendingStep({})
+        layout, hidden = self._run_network(step)
+        positions = layout.context_lens - step.batch.num_prompt_tokens[layout.rows]  # tokens generated so far
+        is_plain = step.is_plain
+        if is_plain.all():
+            states = hidden if not step.prefills else hidden[to_device(layout.last_tokens, hidden.device)]
+            return PendingStep({}, self._draw(states, step.batch, layout.rows, positions))
+        others = {index: ChunkResult() for index in np.flatnonzero(~is_plain).tolist()}
+        self._pool(hidden, step, layout, others)
+        self._score_prompts(hidden, step, layout, others)
+        self._sample(hidden, step, layout, positions, others)
+        plain = np.flatnonzero(is_plain)
+        if not len(plain):
+            return PendingStep(others)
+        states = hidden[to_device(layout.last_tokens[plain], hidden.device)]
+        return PendingStep(
+            others, self._draw(states, step.batch, layout.rows[plain], positions[plain]), plain
+        )
 
     def _draw(
-        self,
-        hidden: torch.Tensor,
-        chunks: Sequence[SequenceChunk],
-        positions: npt.NDArray[np.int64],
-        scratch: dict[Hashable, Any],
+        self, states: torch.Tensor, batch: RunningBatch, rows: IntArray, positions: IntArray
     ) -> torch.Tensor:
-        """Tokens of plain chunks from their last hidden states, int64 [len(chunks)], -1 where logits are not
-        finite."""
+        """Plain draws from final hidden states [k, h], kept for the next step: int64 [k], -1 where logits are
+        not finite."""
         drawn = []
-        count, length = len(chunks), self.max_logits_rows
+        count, length = len(rows), self.max_logits_rows
         for first in range(0, count, length):
-            rows = slice(first, first + length)
-            states = hidden if count <= length else hidden[rows]
-            if ("sampling", first) not in scratch:
-                sampling = (
-                    chunks.sampling
-                    if isinstance(chunks, DecodeChunks)
-                    else [chunk.sampling for chunk in chunks]
+            part = slice(first, first + length)
+            drawn.append(
+                self._draw_slice(
+                    states if count <= length else states[part], batch, rows[part], positions[part]
                 )
-                scratch["sampling", first] = sampling[rows], all(one.greedy for one in sampling[rows])
-            settings, all_greedy = scratch["sampling", first]
-            token_ids = self.model.greedy(states) if all_greedy else None
-            if token_ids is None:
-                logits = self.model.logits(states)
-                began = time.monotonic()
-                if ("draws", first) not in scratch:
-                    scratch["draws", first] = draw_groups(settings, logits.shape[1], logits.device)
-                token_ids = self.sampler.draw_plain(logits, scratch["draws", first], positions[rows])
-                self.sample_seconds += time.monotonic() - began
-            drawn.append(token_ids)
-        return torch.cat(drawn) if len(drawn) > 1 else drawn[0]
+            )
+        token_ids = torch.cat(drawn) if len(drawn) > 1 else drawn[0]
+        self._held(batch).keep_tokens(to_device(rows, token_ids.device), token_ids)
+        return token_ids
+
+    def _draw_slice(
+        self, states: torch.Tensor, batch: RunningBatch, rows: IntArray, positions: IntArray
+    ) -> torch.Tensor:
+        token_ids = self.model.greedy(states) if batch.is_greedy[rows].all() else None
+        if token_ids is None:
+            logits = self.model.logits(states)
+            began = time.monotonic()
+            token_ids = self.sampler.draw_plain(logits, batch, rows, positions)
+            self.sample_seconds += time.monotonic() - began
+        return token_ids
 
     @torch.inference_mode()
-    def hidden_states(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
-        """Final hidden states [n, h] of every token of the chunks, one chunk after the other; writes the
+    def hidden_states(self, step: StepInput) -> torch.Tensor:
+        """Final hidden states [n, h] of every token of the step, one sequence after the other; writes the
         cache like ``run``."""
-        return self._forward(chunks)[1]
+        return self._forward(self._lay_out(step), self._held(step.batch))
 
-    def _run_network(self, chunks: Sequence[SequenceChunk]) -> tuple[Sequence[int], torch.Tensor]:
-        """(row of each chunk's first token and the total at the end, final hidden states [n, h] until the
-        next step)."""
-        if self._graphs is not None and self._graphs.accepts(chunks):
-            return range(len(chunks) + 1), self._graphs.run(chunks)
-        batch, hidden = self._forward(chunks)
-        return batch.first_rows, hidden
+    def _run_network(self, step: StepInput) -> tuple[StepLayout, torch.Tensor]:
+        """Final hidden states [n, h] of a step, until the next one."""
+        layout, on_device = self._lay_out(step), self._held(step.batch)
+        if self._graphs is not None and self._graphs.accepts(layout):
+            drawn = None
+            if layout.token_ids is None:
+                drawn = on_device.last_tokens(to_device(layout.rows, self.ops.device))
+            return layout, self._graphs.run(layout, self._block_tables(layout, on_device), drawn)
+        return layout, self._forward(layout, on_device)
 
-    def _forward(self, chunks: Sequence[SequenceChunk]) -> tuple[ForwardBatch, torch.Tensor]:
+    def _lay_out(self, step: StepInput) -> StepLayout:
+        return lay_out(step, self.spec, with_tables=not self.mirrors_tables)
+
+    def _held(self, batch: RunningBatch) -> DeviceBatch:
+        """What the device keeps of a batch; of the last one only."""
+        if self._device_batch is None or self._device_batch.batch is not batch:
+            self._device_batch = DeviceBatch(batch, self.ops.device, mirrors_tables=self.mirrors_tables)
+        return self._device_batch
+
+    def _block_tables(self, layout: StepLayout, on_device: DeviceBatch | None) -> torch.Tensor:
+        if layout.block_tables is not None:
+            return to_device(layout.block_tables, self.ops.device)
+        assert on_device is not None
+        on_device.update_tables()
+        return on_device.block_tables(to_device(layout.rows, self.ops.device), layout.table_width)
+
+    def _forward(self, layout: StepLayout, on_device: DeviceBatch | None) -> torch.Tensor:
+        """The network over a step as it is. ``on_device``: where the layout leaves tokens or tables to it."""
         assert self.cache is not None, "allocate_cache() comes first"
-        batch = build_batch(chunks, self.spec, self.ops.device)
-        return batch, self.model(batch, self.cache)
+        device = self.ops.device
+        if layout.token_ids is not None:
+            token_ids = to_device(layout.token_ids, device)
+        else:
+            assert on_device is not None
+            token_ids = on_device.last_tokens(to_device(layout.rows, device))
+        batch = forward_batch(layout, token_ids, self._block_tables(layout, on_device), self.spec, device)
+        hidden: torch.Tensor = self.model(batch, self.cache)
+        return hidden
 
     def _pool(
-        self,
-        hidden: torch.Tensor,
-        chunks: Sequence[SequenceChunk],
-        first_rows: Sequence[int],
-        results: dict[int, ChunkResult],
+        self, hidden: torch.Tensor, step: StepInput, layout: StepLayout, results: dict[int, ChunkResult]
     ) -> None:
         """Sums in float64: a mean over all of a prompt must not depend on the chunks it came in."""
-        for index, chunk in enumerate(chunks):
+        for index, chunk in enumerate(step.prefills, len(step.decodes)):
             if not chunk.pools:
                 continue
-            total = hidden[first_rows[index] : first_rows[index + 1]].sum(0, dtype=torch.float64)  # [h]
+            total = hidden[layout.first_tokens[index] : layout.first_tokens[index + 1]].sum(
+                0, dtype=torch.float64
+            )  # [h]
             if total.isfinite().all():
                 results[index].hidden_sum = total.cpu().numpy()
             else:
@@ -343,17 +356,21 @@ class ModelRunner:
     def _sample(
         self,
         hidden: torch.Tensor,
-        chunks: Sequence[SequenceChunk],
-        first_rows: Sequence[int],
+        step: StepInput,
+        layout: StepLayout,
+        positions: IntArray,
         results: dict[int, ChunkResult],
     ) -> None:
+        count = len(step.decodes)
         sampling = [
-            index for index, result in results.items() if chunks[index].samples and result.error is None
+            index
+            for index, result in results.items()
+            if result.error is None and (index < count or step.prefills[index - count].samples)
         ]
         for part in _slices(sampling, self.max_logits_rows):
-            logits = self.model.logits(hidden[[first_rows[index + 1] - 1 for index in part]])
+            logits = self.model.logits(hidden[[int(layout.last_tokens[index]) for index in part]])
             began = time.monotonic()
-            drawn = self.sampler.sample(logits, [chunks[index] for index in part])
+            drawn = self.sampler.sample(logits, step.batch, layout.rows[part], positions[part])
             self.sample_seconds += time.monotonic() - began
             for index, sampled in zip(part, drawn, strict=True):
                 results[index].token_ids = sampled.token_ids
@@ -361,29 +378,24 @@ class ModelRunner:
                 results[index].error = sampled.error
 
     def _score_prompts(
-        self,
-        hidden: torch.Tensor,
-        chunks: Sequence[SequenceChunk],
-        first_rows: Sequence[int],
-        results: dict[int, ChunkResult],
+        self, hidden: torch.Tensor, step: StepInput, layout: StepLayout, results: dict[int, ChunkResult]
     ) -> None:
         """Log-probabilities of prompt tokens, in slices of rows, so that no more than one slice of logits
         exists at a time."""
         rows: list[
             tuple[int, int, int, int]
         ] = []  # chunk, row of the flat batch, token that follows, alternatives asked for
-        for index, chunk in enumerate(chunks):
-            count = chunk.sampling.prompt_logprobs
-            if count is None:
+        for index, chunk in enumerate(step.prefills, len(step.decodes)):
+            count = step.batch.sampling[chunk.row].prompt_logprobs
+            if count is None or not chunk.prompt_targets:
                 continue
             if any(not 0 <= target < self.model.head.num_valid_tokens for target in chunk.prompt_targets):
                 results[
                     index
                 ].error = "A prompt token has no log-probability: its id has no token in the vocabulary."
                 continue
-            rows += [
-                (index, first_rows[index] + i, target, count) for i, target in enumerate(chunk.prompt_targets)
-            ]
+            first = layout.first_tokens[index]
+            rows += [(index, first + i, target, count) for i, target in enumerate(chunk.prompt_targets)]
         for part in _slices(rows, self.max_logits_rows):
             logits = self.model.logits(hidden[[row for _, row, _, _ in part]])
             finite = self.ops.all_finite(logits).tolist()

@@ -8,11 +8,18 @@ the last full block.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 from model.interface.errors import ConfigError
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
-def ceil_div(a: int, b: int) -> int:
+Count = TypeVar("Count", "int", "npt.NDArray[np.int64]")  # of one sequence, or of each of many
+
+
+def ceil_div(a: Count, b: int) -> Count:
     return -(-a // b)
 
 
@@ -71,7 +78,7 @@ class KVCacheSpec:
         last_full = num_computed_tokens - num_computed_tokens % self.block_size
         return max(0, last_full - self.sliding_window + 1) // self.block_size
 
-    def global_blocks(self, num_tokens: int) -> int:
+    def global_blocks(self, num_tokens: Count) -> Count:
         """Blocks of the global group that hold so many tokens; of the local group too, the recycled ones
         included."""
         return ceil_div(num_tokens, self.block_size)

@@ -1,158 +1,111 @@
-"""What crosses the border between engine and model in one step: chunks of sequences in, sampled tokens out.
-No torch."""
+"""What crosses the border between engine and model in one step: rows that decode and chunks of prompts in,
+tokens out. Imports no torch."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, overload, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from model.interface.block_tables import BlockTableRows
-from model.interface.grammar_state import GrammarState
+from model.interface.running_batch import IntArray, RunningBatch
 from model.interface.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
 NOT_FINITE = "The model's logits are not finite for this sequence."  # the error of a ChunkResult
+NO_TOKEN = -1
+_NONE: IntArray = np.zeros(0, dtype=np.int64)
 
 
 class StepMemoryError(Exception):
     """The device has no memory for a step. Nothing has happened but writes to blocks of the step's own
-    sequences, so that the same chunks may be run again, fewer or shorter ones at a time."""
+    sequences, so that the same step may be run again, a part of it at a time."""
 
 
 @dataclass(slots=True)
 class SequenceChunk:
-    """The next tokens of one sequence to run through the network.
+    """The next tokens of a sequence that does not just decode: of a prompt, or to be computed again.
 
-    Query position p of the chunk is ``start + p``. Block tables are indexed by position // block_size and
-    cover at least ``start + len(token_ids)`` positions; entry 0 is the null block (recycled, outside the
-    window, never read). Tables and output are the engine's own: they hold until the step ends. A table that
-    is the same list as in an earlier step holds the same blocks, but for those that were added to its end or
-    became the null block.
+    Query position p of the chunk is ``start + p``. Everything else about the sequence is told by its row of
+    the running batch, whose block tables cover at least ``start + len(token_ids)`` positions.
     """
 
+    row: int
     token_ids: Sequence[int]
     start: int  # number of this sequence's tokens whose keys and values are in the cache
-    global_block_table: Sequence[int]
-    local_block_table: Sequence[int]
-    sampling: SamplingParams
     samples: bool  # the chunk ends with the sequence's last known token: draw the next one
-    prompt_token_ids: Sequence[int] = ()  # read for penalties only
-    output_token_ids: Sequence[int] = ()  # tokens generated so far; read for penalties only
     # Prompt log-probabilities: the token that follows position start + i, for i < len(prompt_targets) <=
     # len(token_ids).
     prompt_targets: Sequence[int] = ()
-    grammar: GrammarState | None = None  # what may be drawn; None: anything
     pools: bool = False  # the sum of the final hidden states of these tokens is wanted
-    position: int = (
-        -1
-    )  # of the random draw: the number of tokens generated so far, which is what a negative one becomes
-    tables: BlockTableRows | None = (
-        None  # where both block tables are also row ``row``: of all chunks of a step, or of none
-    )
-    row: int = 0
-
-    def __post_init__(self) -> None:
-        if self.position < 0:
-            self.position = len(self.output_token_ids)
-
-    @property
-    def plain(self) -> bool:
-        """One token is drawn, from the logits as they are, and nothing else is wanted."""
-        asks = self.pools or self.grammar is not None or bool(self.prompt_targets)
-        return self.samples and not asks and self.sampling.plain
 
 
-class LaunchedStep(Protocol):
-    """A step that was handed to a runner, which may not have computed it yet."""
+@dataclass(slots=True)
+class StepInput:
+    """One step: rows that compute the token sampled last and draw the next one, then chunks. Each sequence is
+    in it once."""
 
-    def results(self) -> Sequence["ChunkResult"]:
-        """One per chunk, in order. Waits for the device, and is asked once."""
-        ...
+    batch: RunningBatch
+    decodes: IntArray = field(default_factory=lambda: _NONE)  # [n] rows
+    starts: IntArray = field(default_factory=lambda: _NONE)  # [n], as of a chunk
+    # [n], the tokens to compute. None: those that the step before drew in these rows, which nobody has asked
+    # for yet. Where it drew none, as of numbers that are not finite, any token stands for it.
+    token_ids: IntArray | None = field(default_factory=lambda: _NONE)
+    prefills: Sequence[SequenceChunk] = ()
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DrawnTokens:
-    """Tokens that a step draws whose results nobody has asked for. Where it draws none, as of numbers that
-    are not finite, any token stands for it."""
-
-    step: LaunchedStep  # all of whose chunks are plain
-    chunks: "npt.NDArray[np.int64] | None"  # of these, in this order; None: of all
-
-
-NO_TOKENS: "npt.NDArray[np.int64]" = np.zeros(0, dtype=np.int64)
-
-
-class DecodeChunks(Sequence[SequenceChunk]):
-    """One token of each of many sequences, which are the same from step to step, as arrays: a runner then has
-    no loop over them.
-
-    As a sequence it makes the chunks themselves, for whoever wants these. The owner moves it on with
-    ``move``, or with ``follow`` while the tokens are not known yet: then there are no chunks to be made.
-    """
-
-    def __init__(
-        self,
-        sampling: Sequence[SamplingParams],
-        num_prompt_tokens: Sequence[int],
-        tables: BlockTableRows,
-        rows: Sequence[int],
-        block_tables: Sequence[tuple[Sequence[int], Sequence[int]]],
+    @classmethod
+    def of_prompt(
+        cls,
+        token_ids: Sequence[int],
+        block_table: Sequence[int],
+        sampling: SamplingParams = SamplingParams(max_tokens=0),  # noqa: B008
         *,
-        plain: bool,
-        make_chunk: Callable[[int], SequenceChunk],
-    ) -> None:
-        """``make_chunk`` gives the chunk of an index, as it is now."""
-        self.sampling = sampling
-        self.tables = tables
-        self.rows = np.array(rows, dtype=np.int64)
-        self.block_tables = block_tables  # the global and the local one of each, as of a chunk
-        self.plain = plain  # each of them is
-        self.token_ids = self.starts = NO_TOKENS  # [n], as of a chunk
-        self.drawn: DrawnTokens | None = None  # instead of ``token_ids``
-        self.scratch: dict[
-            Hashable, Any
-        ] = {}  # a runner's own plans, which hold as long as the sequences are the same
-        self._num_prompt_tokens = np.array(num_prompt_tokens, dtype=np.int64)
-        self._make_chunk = make_chunk
-
-    def move(self, token_ids: "npt.NDArray[np.int64]", starts: "npt.NDArray[np.int64]") -> None:
-        """Both [n], and not to be written to afterwards."""
-        self.token_ids = token_ids
-        self.starts = starts
-        self.drawn = None
-
-    def follow(self, drawn: DrawnTokens, starts: "npt.NDArray[np.int64]") -> None:
-        """To tokens that a step draws which has been launched before."""
-        self.token_ids = NO_TOKENS
-        self.starts = starts
-        self.drawn = drawn
-
-    @property
-    def positions(self) -> "npt.NDArray[np.int64]":
-        """[n], of the random draws."""
-        return self.starts + 1 - self._num_prompt_tokens
+        samples: bool = False,
+    ) -> "StepInput":
+        """A whole prompt on its own, over the same blocks of both groups."""
+        batch = RunningBatch(1, len(block_table))
+        row = batch.add(list(token_ids), len(token_ids), sampling)
+        batch.set_row_blocks(row, block_table, block_table)
+        return cls(batch, prefills=[SequenceChunk(row, token_ids, 0, samples)])
 
     def __len__(self) -> int:
-        return len(self.rows)
+        """Number of sequences."""
+        return len(self.decodes) + len(self.prefills)
 
-    @overload
-    def __getitem__(self, index: int) -> SequenceChunk: ...
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.prefills)
 
-    @overload
-    def __getitem__(self, index: slice) -> list[SequenceChunk]: ...
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes) + self.num_prefill_tokens
 
-    def __getitem__(self, index: int | slice) -> SequenceChunk | list[SequenceChunk]:
-        assert self.drawn is None, "the tokens are not known yet"
-        indices = range(len(self))[index]
-        return (
-            self._make_chunk(indices) if isinstance(indices, int) else [self._make_chunk(i) for i in indices]
+    @property
+    def rows(self) -> IntArray:
+        """Of all sequences, [len(self)]."""
+        if not self.prefills:
+            return self.decodes
+        return np.concatenate(
+            (self.decodes, np.array([chunk.row for chunk in self.prefills], dtype=np.int64))
         )
 
-    def __iter__(self) -> Iterator[SequenceChunk]:
-        return iter(self[:])
+    @property
+    def is_plain(self) -> "npt.NDArray[np.bool_]":
+        """Of which sequences one token is drawn from the logits as they are, and nothing else is wanted,
+        [len(self)]."""
+        plain = self.batch.is_plain[self.rows]
+        for index, chunk in enumerate(self.prefills, len(self.decodes)):
+            plain[index] &= chunk.samples and not chunk.pools and not chunk.prompt_targets
+        return plain
+
+    def part(self, first: int, end: int) -> "StepInput":
+        """Its sequences [first, end)."""
+        count = len(self.decodes)
+        decodes = slice(min(first, count), min(end, count))
+        prefills = self.prefills[max(0, first - count) : max(0, end - count)]
+        token_ids = None if self.token_ids is None else self.token_ids[decodes]
+        return StepInput(self.batch, self.decodes[decodes], self.starts[decodes], token_ids, prefills)
 
 
 @dataclass(slots=True)
@@ -168,8 +121,8 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class ChunkResult:
-    """What one chunk yielded. ``token_ids`` is empty unless the chunk samples, and where its grammar turns
-    out to be complete; speculation can return several."""
+    """What one sequence of a step yielded. ``token_ids`` is empty unless it samples, and where its grammar
+    turns out to be complete; speculation can return several."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token id, when asked for
@@ -180,40 +133,49 @@ class ChunkResult:
     error: str | None = None  # this sequence alone failed (non-finite numbers)
 
 
-class SampledTokens(Sequence[ChunkResult]):
-    """The results of chunks that yielded a token each and nothing else. As a sequence it makes ChunkResults
-    of them."""
+@dataclass(slots=True)
+class StepResult:
+    """What a step yielded, by the index of each sequence in it: a bare token, or more than that in
+    ``others``."""
 
-    def __init__(self, token_ids: list[int]) -> None:
-        """-1: the logits were not finite."""
-        self.token_ids = token_ids
+    token_ids: list[
+        int
+    ]  # NO_TOKEN where the logits were not finite, and meaningless at the indices of ``others``
+    others: dict[int, ChunkResult] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, results: Sequence[ChunkResult]) -> "StepResult":
+        """Of one result per sequence."""
+        return cls([NO_TOKEN] * len(results), dict(enumerate(results)))
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    @overload
-    def __getitem__(self, index: int) -> ChunkResult: ...
+    def __getitem__(self, index: int) -> ChunkResult:
+        other = self.others.get(index)
+        if other is not None:
+            return other
+        token_id = self.token_ids[index]
+        return ChunkResult(error=NOT_FINITE) if token_id == NO_TOKEN else ChunkResult(token_ids=[token_id])
 
-    @overload
-    def __getitem__(self, index: slice) -> list[ChunkResult]: ...
-
-    def __getitem__(self, index: int | slice) -> ChunkResult | list[ChunkResult]:
-        if isinstance(index, slice):
-            return [sampled(token_id) for token_id in self.token_ids[index]]
-        return sampled(self.token_ids[index])
+    def all(self) -> list[ChunkResult]:
+        """One result per sequence."""
+        return [self[index] for index in range(len(self))]
 
 
-def sampled(token_id: int) -> ChunkResult:
-    """The result of one of SampledTokens."""
-    return ChunkResult(token_ids=[token_id]) if token_id >= 0 else ChunkResult(error=NOT_FINITE)
+class LaunchedStep(Protocol):
+    """A step that was handed to a runner, which may not have computed it yet."""
+
+    def results(self) -> StepResult:
+        """Waits for the device, and is asked once."""
+        ...
 
 
 class Runner(Protocol):
     """The engine's view of a loaded model."""
 
-    def run(self, chunks: Sequence[SequenceChunk]) -> Sequence[ChunkResult]:
-        """Run one step; one result per chunk, in order. Writes keys and values of every chunk's tokens to the
-        cache."""
+    def run(self, step: StepInput) -> StepResult:
+        """Run one step. Writes keys and values of all its tokens to the cache."""
         ...
 
 
@@ -222,7 +184,7 @@ class AsyncRunner(Runner, Protocol):
     """One whose device computes beside the host. Steps are computed in the order in which they are
     launched."""
 
-    def launch(self, chunks: Sequence[SequenceChunk]) -> LaunchedStep:
+    def launch(self, step: StepInput) -> LaunchedStep:
         """``run`` without the wait: blocks that a later step writes to may be those that this one reads.
         Raises StepMemoryError, ``results`` of what it returns does not."""
         ...

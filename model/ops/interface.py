@@ -11,8 +11,8 @@ is contiguous unless said otherwise. Everything runs under torch.inference_mode(
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -47,7 +47,7 @@ class PackedForm:
     tensors: Mapping[str, torch.Tensor]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class AttentionMetadata:
     """How one step's flat batch maps onto the cache of one layer group (global or local). Shared by all
     layers of the group.
@@ -68,15 +68,11 @@ class AttentionMetadata:
     context_lens_tensor: (
         torch.Tensor
     )  # int32 [num_seqs]; 0 for a row that pads a captured step: it reads nothing
-    # int32 [num_seqs, max_blocks], indexed by position // B. Entry 0 is the null block: recycled or padding,
-    # never to be read.
+    # int32 [num_seqs, max_blocks], indexed by position // B; rows may be parts of longer ones. Entry 0 is the
+    # null block: recycled or padding, never to be read.
     block_table: torch.Tensor
-    slot_mapping: (
-        torch.Tensor
-    )  # int64 [n]: block id * B + position % B, where each token's key and value are written
-    scratch: dict[str, Any] = field(
-        default_factory=dict
-    )  # a backend's own per-step plans, made in the first layer of the group
+    # int64 [n]: block id * B + position % B, where each token's key and value are written.
+    slot_mapping: torch.Tensor
 
 
 @dataclass(slots=True, eq=False)

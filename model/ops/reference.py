@@ -7,6 +7,7 @@ and is only as fast as plain torch allows without obscuring that.
 
 from collections import defaultdict
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,7 @@ class PlainWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeGroup:
+class DecodePlan:
     """Decoding sequences of similar context, batched: which slots to gather and which of them count."""
 
     tokens: torch.Tensor  # int64 [s]: rows of the flat batch
@@ -52,7 +53,7 @@ class PrefillSequence:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    decodes: list[DecodeGroup]
+    decodes: list[DecodePlan]
     prefills: list[PrefillSequence]
 
 
@@ -99,7 +100,7 @@ def plan_attention(metadata: AttentionMetadata) -> AttentionPlan:
         blocks = metadata.block_table[sequences[:, None], positions // block_size].long()
         padded = any(context - first < num_keys for _, _, first, context in members)
         slots = blocks * block_size + positions % block_size
-        groups.append(DecodeGroup(tokens, slots, is_padding[:, None, None] if padded else None))
+        groups.append(DecodePlan(tokens, slots, is_padding[:, None, None] if padded else None))
     return AttentionPlan(groups, prefills)
 
 
@@ -109,6 +110,8 @@ class ReferenceOps(Ops):
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
         self.widen_weights = device.type == "cpu" and dtype == torch.bfloat16 and not cpu_computes_bfloat16()
+        # Made in the first layer of a group, read in the others, and gone with the step.
+        self._plans: WeakKeyDictionary[AttentionMetadata, AttentionPlan] = WeakKeyDictionary()
 
     @property
     def name(self) -> str:
@@ -192,9 +195,9 @@ class ReferenceOps(Ops):
         metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:
-        plan = metadata.scratch.get("reference")
+        plan = self._plans.get(metadata)
         if plan is None:
-            plan = metadata.scratch["reference"] = plan_attention(metadata)
+            plan = self._plans[metadata] = plan_attention(metadata)
         num_tokens, num_heads, head_dim = query.shape
         num_kv_heads = k_cache.shape[2]
         output = torch.zeros_like(query)

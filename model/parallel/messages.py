@@ -1,15 +1,14 @@
 """What rank 0 tells the other ranks, one message at a time; each is answered. Imports no torch."""
 
-from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from model.checkpoint.base import Checkpoint
 from model.interface.errors import ModelError
-from model.interface.sampling_params import SamplingParams
-from model.interface.sequence_chunk import SequenceChunk
+
+if TYPE_CHECKING:
+    from model.network.forward_batch import StepLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class Call:
 class Step:
     """Compute the network of one step."""
 
-    chunks: list[SequenceChunk]  # as far as they matter to the network
+    layout: "StepLayout"  # with tokens and block tables in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +58,3 @@ class Answer:
     free_memory: int = 0
     fault: ModelError | None = None
     no_memory: str | None = None
-
-
-_ANY = SamplingParams(max_tokens=0)
-
-
-def network_part(chunk: SequenceChunk) -> SequenceChunk:
-    """A chunk with what decides what the network computes, packed for the way; everything else is rank 0's
-    business."""
-    return SequenceChunk(
-        token_ids=_packed(chunk.token_ids),
-        start=chunk.start,
-        global_block_table=_packed(chunk.global_block_table),
-        local_block_table=_packed(chunk.local_block_table),
-        sampling=_ANY,
-        samples=False,
-    )
-
-
-def _packed(numbers: Sequence[int]) -> "array[int]":
-    return array("i", numbers)

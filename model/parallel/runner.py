@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from model.execution.device_batch import DeviceBatch
 from model.execution.runner import resolve_device
 from model.interface.errors import ConfigError
 from model.interface.kv_cache_spec import KVCachePlan
-from model.interface.sequence_chunk import ChunkResult, SequenceChunk, StepMemoryError
-from model.network.forward_batch import ForwardBatch
+from model.interface.sequence_chunk import StepInput, StepMemoryError, StepResult
+from model.network.forward_batch import StepLayout
 from model.parallel.group import Group
 from model.parallel.layers import ModelShard, check_quantization
-from model.parallel.messages import Answer, Call, Connect, Load, Logits, Step, network_part
+from model.parallel.messages import Answer, Call, Connect, Load, Logits, Step
 from model.parallel.ranks import Ranks
 from model.parallel.shard_runner import ShardRunner
 from model.parallel.split import FLAG, divided_config
@@ -105,10 +106,10 @@ class ParallelRunner(ShardRunner):
         finally:
             self._note(self.ranks.answers())
 
-    def run(self, chunks: Sequence[SequenceChunk]) -> Sequence[ChunkResult]:
+    def run(self, step: StepInput) -> StepResult:
         """Raises StepMemoryError when any rank had no memory, and RankError when one has ended."""
         try:
-            results = super().run(chunks)
+            results = super().run(step)
         except StepMemoryError:
             self._finish_step()
             raise
@@ -118,14 +119,14 @@ class ParallelRunner(ShardRunner):
         self._finish_step()
         return results
 
-    def hidden_states(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
-        hidden = super().hidden_states(chunks)
+    def hidden_states(self, step: StepInput) -> torch.Tensor:
+        hidden = super().hidden_states(step)
         self._finish_step()
         return hidden
 
-    def _forward(self, chunks: Sequence[SequenceChunk]) -> tuple[ForwardBatch, torch.Tensor]:
-        self._tell(Step([network_part(chunk) for chunk in chunks]))
-        return super()._forward(chunks)
+    def _forward(self, layout: StepLayout, on_device: DeviceBatch | None) -> torch.Tensor:
+        self._tell(Step(layout))
+        return super()._forward(layout, on_device)
 
     def _tell(self, message: Step | Logits) -> None:
         self.ranks.send(message)

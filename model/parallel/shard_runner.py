@@ -2,14 +2,14 @@
 computes the network and its part of the logits in step with the others, and draws nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
+from model.execution.device_batch import DeviceBatch
 from model.execution.out_of_memory import is_out_of_memory
 from model.execution.runner import ModelRunner
-from model.interface.sequence_chunk import SequenceChunk
-from model.network.forward_batch import ForwardBatch
+from model.network.forward_batch import StepLayout
 from model.parallel.group import Group
 from model.parallel.layers import DividedHead
 
@@ -23,10 +23,11 @@ class ShardRunner(ModelRunner):
     def join(self, group: Group) -> None:
         assert isinstance(self.model.head, DividedHead)
         self.group, self.head = group, self.model.head
+        self.mirrors_tables = False  # each step brings tokens and tables for all ranks
 
-    def take_part(self, chunks: Sequence[SequenceChunk]) -> str | None:
+    def take_part(self, layout: StepLayout) -> str | None:
         """The network of one step beside rank 0. A text where there was no memory for it."""
-        reason = _lack_of_memory(lambda: self._forward(chunks))
+        reason = _lack_of_memory(lambda: self._forward(layout, None))
         # Not before here: the frames of the exception held the tensors of the failed step.
         self.group.finish_step()
         return reason
@@ -36,13 +37,13 @@ class ShardRunner(ModelRunner):
         return _lack_of_memory(lambda: self.head.take_part(num_rows))
 
     @torch.inference_mode()
-    def _forward(self, chunks: Sequence[SequenceChunk]) -> tuple[ForwardBatch, torch.Tensor]:
-        num_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+    def _forward(self, layout: StepLayout, on_device: DeviceBatch | None) -> torch.Tensor:
+        num_tokens = len(layout.positions)
         reductions = 1 + 2 * self.config.num_hidden_layers  # the embedding, and both halves of each block
         self.group.begin_step(reductions, (num_tokens, self.config.hidden_size), self.ops.dtype)
-        result = super()._forward(chunks)
+        hidden = super()._forward(layout, on_device)
         self.group.network_is_done()
-        return result
+        return hidden
 
 
 @torch.inference_mode()

@@ -81,8 +81,8 @@ class Worker:
                     self._load(message)
                 case Call(method, arguments):
                     getattr(self._loaded, method)(*arguments)
-                case Step(chunks):
-                    return Answer(no_memory=self._loaded.take_part(chunks))
+                case Step(layout):
+                    return Answer(no_memory=self._loaded.take_part(layout))
                 case Logits(num_rows):
                     return Answer(no_memory=self._loaded.take_part_in_logits(num_rows))
                 case _:

@@ -8,25 +8,51 @@ neither the batch nor a preemption changes it. Ties go to the lowest id. Nothing
 a top-k that is a large part of it.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from model.interface.grammar_state import GrammarFault
+from model.interface.grammar_state import GrammarFault, GrammarState
+from model.interface.random_streams import uniforms
+from model.interface.running_batch import IntArray, RunningBatch
 from model.interface.sampling_params import SamplingParams
-from model.interface.sequence_chunk import NOT_FINITE, ChunkResult, SequenceChunk, TokenLogprobs
+from model.interface.sequence_chunk import NOT_FINITE, ChunkResult, TokenLogprobs
 from model.network.forward_batch import to_device
 from model.ops.interface import Ops
 from model.ops.reference import inverse_cdf
-from model.sampling.random_streams import stream_states, uniforms
 
 NOTHING_LEFT = (
     "No token is left to draw: allowed_token_ids, logit_bias, stop_token_ids, min_tokens and the grammar "
     "exclude every token."
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """A row of the running batch as the sampler reads it, where more than a plain draw is wanted."""
+
+    batch: RunningBatch
+    row: int
+    position: int  # tokens generated so far
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.batch.sampling[self.row]
+
+    @property
+    def grammar(self) -> GrammarState | None:
+        return self.batch.grammars[self.row]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.batch.token_ids[self.row]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.batch.num_prompt_tokens[self.row] :]
 
 
 class Sampler:
@@ -40,63 +66,71 @@ class Sampler:
         )  # for what the device has computed; elsewhere the host is to run ahead of it
 
     def draw(
-        self, logits: torch.Tensor, groups: Sequence["DrawGroup"], positions: npt.NDArray[np.int64]
+        self, logits: torch.Tensor, batch: RunningBatch, rows: IntArray, positions: IntArray
     ) -> torch.Tensor:
-        """A token per row of finite logits, as they are: int64 [r]. Waits for nothing that the device
+        """A token per row of finite logits, as they are, for these rows of the batch: int64 [r].
+        ``positions`` [r]: tokens that each sequence has generated. Waits for nothing that the device
         computes."""
+        if batch.is_greedy[rows].all():
+            return self.ops.argmax(logits)
+        groups = sampling_metadata(batch, rows, positions, logits.shape[1], logits.device)
         if len(groups) == 1:
-            return self._draw(logits, groups[0], positions)
+            return self._draw(logits, groups[0])
         drawn = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         for group in groups:
-            drawn[group.rows] = self._draw(logits[group.rows], group, positions[group.members])
+            members = to_device(group.members, logits.device)
+            drawn[members] = self._draw(logits[members], group)
         return drawn
 
     def draw_plain(
-        self, logits: torch.Tensor, groups: Sequence["DrawGroup"], positions: npt.NDArray[np.int64]
+        self, logits: torch.Tensor, batch: RunningBatch, rows: IntArray, positions: IntArray
     ) -> torch.Tensor:
         """The same for any logits, which it may overwrite: -1 where a row is not finite."""
         finite = self.ops.all_finite(logits)
         if self.may_wait and bool(finite.all()):
-            return self.draw(logits, groups, positions)
+            return self.draw(logits, batch, rows, positions)
         odd = ~finite
         logits.masked_fill_(odd.unsqueeze(1), 0.0)  # so that it harms nobody's draw
-        return self.draw(logits, groups, positions).masked_fill(odd, -1)
+        return self.draw(logits, batch, rows, positions).masked_fill(odd, -1)
 
-    def sample(self, logits: torch.Tensor, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
-        """One token per row, for the chunk of that row. A row that cannot be sampled yields an error, and
-        harms no other row."""
+    def sample(
+        self, logits: torch.Tensor, batch: RunningBatch, rows: IntArray, positions: IntArray
+    ) -> list[ChunkResult]:
+        """One token per row of logits, with all that its sequence asks for. A row that cannot be sampled
+        yields an error, and harms no other row."""
+        chunks = [
+            _Sampled(batch, row, position)
+            for row, position in zip(rows.tolist(), positions.tolist(), strict=True)
+        ]
         results = [ChunkResult() for _ in chunks]
         finite = self.ops.all_finite(logits).tolist()
-        rows = []
-        for row, (result, is_finite) in enumerate(zip(results, finite, strict=True)):
+        drawing = []
+        for index, (result, is_finite) in enumerate(zip(results, finite, strict=True)):
             if is_finite:
-                rows.append(row)
+                drawing.append(index)
             else:
                 result.error = NOT_FINITE
-        masks = _grammar_masks(chunks, rows, results)
-        rows = [
-            row
-            for row in rows
-            if results[row].error is None and (chunks[row].grammar is None or row in masks)
+        masks = _grammar_masks(chunks, drawing, results)
+        drawing = [
+            i for i in drawing if results[i].error is None and (chunks[i].grammar is None or i in masks)
         ]
-        edited = self._edit(logits, chunks, rows, masks, results)
-        rows = [row for row in rows if results[row].error is None]
-        if rows:
-            groups = draw_groups([chunks[row].sampling for row in rows], logits.shape[1], logits.device)
-            positions = np.array([chunks[row].position for row in rows])
-            drawn = self.draw(edited if len(rows) == len(edited) else edited[rows], groups, positions)
-            for row, token_id in zip(rows, drawn.tolist(), strict=True):
-                results[row].token_ids = [token_id]
-        asking = [row for row in rows if chunks[row].sampling.logprobs is not None]
+        edited = self._edit(logits, chunks, drawing, masks, results)
+        drawing = [i for i in drawing if results[i].error is None]
+        if drawing:
+            whole = len(drawing) == len(edited)
+            drawn = self.draw(edited if whole else edited[drawing], batch, rows[drawing], positions[drawing])
+            for index, token_id in zip(drawing, drawn.tolist(), strict=True):
+                results[index].token_ids = [token_id]
+        asking = [index for index in drawing if chunks[index].sampling.logprobs is not None]
         if asking:
             entries = self.logprobs(
                 logits[asking],
-                [results[row].token_ids[0] for row in asking],
-                [chunks[row].sampling.logprobs or 0 for row in asking],
-                labels=[chunks[row].sampling.logprob_token_ids for row in asking],
+                [results[index].token_ids[0] for index in asking],
+                [chunks[index].sampling.logprobs or 0 for index in asking],
+                labels=[chunks[index].sampling.logprob_token_ids for index in asking],
             )
-            for row, entry in zip(asking, entries, strict=True):
-                results[row].logprobs.append(entry)
+            for index, entry in zip(asking, entries, strict=True):
+                results[index].logprobs.append(entry)
         return results
 
     def logprobs(
@@ -144,7 +178,7 @@ class Sampler:
     def _edit(
         self,
         logits: torch.Tensor,
-        chunks: Sequence[SequenceChunk],
+        chunks: Sequence[_Sampled],
         rows: Sequence[int],
         masks: Mapping[int, bytes],
         results: list[ChunkResult],
@@ -181,17 +215,14 @@ class Sampler:
 
     # -- the draw --------------------------------------------------------------------------------------------
 
-    def _draw(
-        self, logits: torch.Tensor, group: "DrawGroup", positions: npt.NDArray[np.int64]
-    ) -> torch.Tensor:
-        if group.kind == "greedy":
+    def _draw(self, logits: torch.Tensor, group: "SamplingMetadata") -> torch.Tensor:
+        if group.num_candidates == GREEDY:
             return self.ops.argmax(logits)
-        numbers = to_device(uniforms(group.streams, positions), logits.device)
-        if group.kind == "top_k":
-            return self._draw_of_top_k(logits, group, numbers)
-        return self.ops.draw(logits, group.temperature, group.top_p, group.min_p, numbers)
+        if group.num_candidates == WHOLE_VOCABULARY:
+            return self.ops.draw(logits, group.temperature, group.top_p, group.min_p, group.uniform)
+        return self._draw_of_top_k(logits, group)
 
-    def _draw_of_top_k(self, logits: torch.Tensor, group: "DrawGroup", numbers: torch.Tensor) -> torch.Tensor:
+    def _draw_of_top_k(self, logits: torch.Tensor, group: "SamplingMetadata") -> torch.Tensor:
         """By top-k, then top-p and min-p of what top-k left."""
         num_candidates = group.num_candidates
         values, token_ids, _ = self.ops.top_candidates(logits, num_candidates, group.temperature)
@@ -205,64 +236,70 @@ class Sampler:
         )  # the token that crosses the threshold is kept
         kept[:, 0] = True
         kept &= weights >= group.min_p[:, None]
-        chosen = inverse_cdf(weights * kept, numbers)
+        chosen = inverse_cdf(weights * kept, group.uniform)
         return token_ids.gather(1, chosen[:, None])[:, 0]
 
 
-class DrawGroup:
-    """Rows of one kind of draw, with their settings as tensors."""
-
-    def __init__(
-        self,
-        kind: str,
-        num_candidates: int,
-        members: list[int],
-        params: list[SamplingParams],
-        device: torch.device,
-    ) -> None:
-        def column(values: Sequence[float], dtype: type[np.generic]) -> torch.Tensor:
-            return to_device(np.array(values, dtype=dtype), device)
-
-        self.kind = kind
-        self.num_candidates = num_candidates  # the largest top-k of the rows, or more
-        self.members = np.array(members)
-        self.rows = column(members, np.int64)
-        self.temperature = column([p.temperature for p in params], np.float32)
-        self.min_p = column([p.min_p for p in params], np.float32)
-        self.top_p = column([p.top_p for p in params], np.float64)
-        self.top_k = column([p.top_k for p in params], np.int64)
-        self.streams = stream_states([(p.seed, p.choice) for p in params])
+GREEDY, WHOLE_VOCABULARY = -1, 0  # numbers of candidates
 
 
-def draw_groups(params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> list[DrawGroup]:
-    """Rows with these settings, by the kind of their draw. It holds for every step of the same rows."""
-    kinds: dict[tuple[str, int], list[int]] = defaultdict(list)
-    for row, sampling in enumerate(params):
-        if sampling.greedy:
-            kinds["greedy", 0].append(row)
-        elif 0 < sampling.top_k < vocab_size:
-            kinds["top_k", min(vocab_size, max(64, 1 << (sampling.top_k - 1).bit_length()))].append(row)
+@dataclass(frozen=True, slots=True)
+class SamplingMetadata:
+    """Rows of logits that are drawn from in one way, with their settings on the device, [m] each."""
+
+    members: IntArray  # which rows of the logits
+    num_candidates: int  # the largest top-k of the rows, or more; GREEDY or WHOLE_VOCABULARY
+    temperature: torch.Tensor  # float32
+    top_p: torch.Tensor  # float64
+    min_p: torch.Tensor  # float32
+    top_k: torch.Tensor  # float64
+    uniform: torch.Tensor  # float64: the random number of each draw
+
+
+def sampling_metadata(
+    batch: RunningBatch, rows: IntArray, positions: IntArray, vocab_size: int, device: torch.device
+) -> list[SamplingMetadata]:
+    """The draws of these rows of the batch, by their kind. ``positions`` [r]: tokens that each sequence has
+    generated."""
+    top_k = batch.top_k[rows]
+    num_candidates = np.where(batch.is_greedy[rows], GREEDY, WHOLE_VOCABULARY)
+    is_limited = (num_candidates != GREEDY) & (top_k > 0) & (top_k < vocab_size)
+    if is_limited.any():
+        powers_of_two = np.exp2(np.ceil(np.log2(top_k[is_limited]))).astype(np.int64)
+        num_candidates[is_limited] = np.clip(powers_of_two, 64, None).clip(None, vocab_size)
+    groups = []
+    for kind in np.unique(num_candidates).tolist():
+        members = np.flatnonzero(num_candidates == kind)
+        of = rows[members]
+        if kind == GREEDY:
+            settings = _NO_SETTINGS
         else:
-            kinds["whole", 0].append(row)
-    return [
-        DrawGroup(kind, num_candidates, members, [params[row] for row in members], device)
-        for (kind, num_candidates), members in kinds.items()
-    ]
+            numbers = uniforms(batch.streams[of], positions[members])
+            columns = (batch.temperature[of], batch.top_p[of], batch.min_p[of], top_k[members], numbers)
+            settings = to_device(np.stack(columns), device)  # one copy
+        temperature, top_p, min_p, limit, uniform = settings
+        groups.append(
+            SamplingMetadata(members, kind, temperature.float(), top_p, min_p.float(), limit, uniform)
+        )
+    return groups
 
 
-def _is_edited(chunk: SequenceChunk) -> bool:
+_NO_SETTINGS = torch.empty(5, 0, dtype=torch.float64)  # of greedy draws
+
+
+def _is_edited(chunk: _Sampled) -> bool:
     sampling = chunk.sampling
     masks = sampling.allowed_token_ids is not None or chunk.grammar is not None or _masks_stop(chunk)
     return sampling.penalised or bool(sampling.logit_bias) or masks
 
 
-def _masks_stop(chunk: SequenceChunk) -> bool:
+def _masks_stop(chunk: _Sampled) -> bool:
     sampling = chunk.sampling
     return chunk.grammar is None and chunk.position < sampling.min_tokens and bool(sampling.stop_token_ids)
 
 
 def _grammar_masks(
-    chunks: Sequence[SequenceChunk], rows: Sequence[int], results: list[ChunkResult]
+    chunks: Sequence[_Sampled], rows: Sequence[int], results: list[ChunkResult]
 ) -> dict[int, bytes]:
     """The mask of each row that has a grammar with more to come. A row whose grammar fails gets the error."""
     masks = {}
@@ -292,7 +329,7 @@ def _packed_masks(masks: Sequence[bytes], vocab_size: int) -> np.ndarray:
     return packed
 
 
-def _edit_row(logits: torch.Tensor, chunk: SequenceChunk) -> None:
+def _edit_row(logits: torch.Tensor, chunk: _Sampled) -> None:
     """Penalties, bias and masks of one row [V], in place. Ids beyond the valid tokens have no logit and are
     passed over."""
     sampling = chunk.sampling
@@ -302,13 +339,7 @@ def _edit_row(logits: torch.Tensor, chunk: SequenceChunk) -> None:
         return torch.tensor(token_ids, dtype=torch.int64).to(logits.device)
 
     if sampling.repetition_penalty != 1.0:
-        seen = indices(
-            [
-                token_id
-                for token_id in {*chunk.prompt_token_ids, *chunk.output_token_ids}
-                if token_id < vocab_size
-            ]
-        )
+        seen = indices([token_id for token_id in set(chunk.token_ids) if token_id < vocab_size])
         values = logits[seen]
         penalty = sampling.repetition_penalty
         logits[seen] = torch.where(values > 0, values / penalty, values * penalty)

@@ -16,13 +16,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from model.interface.kv_cache_spec import KVCacheSpec
+from model.interface.running_batch import RunningBatch
 from model.interface.sampling_params import SamplingParams
 from model.interface.sequence_chunk import Runner
 from server.engine.async_engine import AsyncEngine, EngineLimits
 from server.engine.core import EngineCore
 from server.engine.kv.kv_manager import KVCacheManager
 from server.engine.request import GenerationSpec
-from server.engine.scheduler.scheduler import RequestEvent, SchedulerConfig
+from server.engine.scheduler.outputs import StepOutputs
+from server.engine.scheduler.scheduler import SchedulerConfig
 
 PARTS = {
     "schedule": "which sequences run, their blocks",
@@ -92,7 +94,8 @@ def decoding_core(
     """An engine whose sequences, with prompts of these lengths, have all begun to decode."""
     num_global = 2 + sum(length // spec.block_size + 100 for length in lengths)
     num_local = 2 * spec.local_pool_blocks(len(lengths), MAX_BATCHED_TOKENS)
-    kv = KVCacheManager(spec, num_global, num_local, prefix_caching=True)
+    batch = RunningBatch(len(lengths), num_global - 1)
+    kv = KVCacheManager(spec, batch, num_global, num_local, prefix_caching=True)
     config = SchedulerConfig(len(lengths), MAX_BATCHED_TOKENS, kv.capacity_tokens)
     core = EngineCore(runner, kv, config, async_scheduling=async_scheduling)
     rng = random.Random(0)
@@ -126,15 +129,15 @@ def measure_overhead(num_seqs: int, longest: int, num_steps: int, temperature: f
         # through for garbage.
         gc.collect()
         gc.freeze()
-        events: Sequence[RequestEvent] = []
+        outputs = StepOutputs([], [])
         for _ in range(num_steps):
-            events = []  # as in a server, they are not freed by the thread that steps
+            outputs = StepOutputs([], [])  # as in a server, they are not freed by the thread that steps
             laps.start()
-            events = core.step()
+            outputs = core.step()
             laps.lap("books")
             (parts.steps_ahead if async_scheduling else parts.steps).append(laps.seconds)
         if not async_scheduling:
-            parts.deliveries = asyncio.run(_deliveries(core, events, num_steps))
+            parts.deliveries = asyncio.run(_deliveries(core, outputs, num_steps))
         gc.unfreeze()
     return parts
 
@@ -148,18 +151,17 @@ def _timed_core(
     runner = stub_runner(BLOCK_SIZE, on_call=lambda: laps.lap("batch"))
     core = decoding_core(runner, runner.spec, lengths, temperature, async_scheduling=async_scheduling)
     scheduler = core.scheduler
+    scheduler.schedule = laps.around(scheduler.schedule, "schedule", "schedule")  # type: ignore[method-assign]
     if async_scheduling:
-        scheduler.schedule_ahead = laps.around(scheduler.schedule_ahead, "schedule", "schedule")  # type: ignore[method-assign]
         runner.launch = laps.around(runner.launch, "chunks", "sample")  # type: ignore[method-assign]
         scheduler.update = laps.around(scheduler.update, "sample", "update")  # type: ignore[method-assign]
     else:
-        scheduler.schedule = laps.around(scheduler.schedule, "schedule", "schedule")  # type: ignore[method-assign]
         runner.run = laps.around(runner.run, "chunks", "sample")  # type: ignore[method-assign]
         scheduler.update = laps.around(scheduler.update, "books", "update")  # type: ignore[method-assign]
     return laps, core
 
 
-async def _deliveries(core: EngineCore, events: Sequence[RequestEvent], count: int) -> list[float]:
+async def _deliveries(core: EngineCore, outputs: StepOutputs, count: int) -> list[float]:
     """Seconds from the hand-over of a step's outputs until every reader has its own and waits for the
     next."""
     engine = AsyncEngine(core, EngineLimits(1, 1, 1))
@@ -170,15 +172,15 @@ async def _deliveries(core: EngineCore, events: Sequence[RequestEvent], count: i
         nonlocal taken
         async for _ in engine.generate(spec):
             taken += 1
-            if taken % len(events) == 0:
+            if taken % len(outputs) == 0:
                 done.set()
 
-    readers = [asyncio.create_task(read(request.spec)) for request, _ in events]
+    readers = [asyncio.create_task(read(request.spec)) for request, _ in outputs]
     await asyncio.sleep(0.1)
     seconds = []
     for _ in range(count):
         start = time.perf_counter()
-        engine._deliver(events)
+        engine._deliver(outputs)
         await done.wait()
         seconds.append(time.perf_counter() - start)
         done.clear()

@@ -19,8 +19,7 @@ import torch
 
 from model.checkpoint.open import open_checkpoint
 from model.execution.runner import ModelRunner
-from model.interface.sampling_params import SamplingParams
-from model.interface.sequence_chunk import SequenceChunk
+from model.interface.sequence_chunk import StepInput
 from server.text.tokenizer import Tokenizer
 
 LENGTH = 1024  # tokens of one sequence, <bos> included
@@ -97,9 +96,9 @@ def load(model: str | None, dtype: str, quantization: str) -> ModelRunner:
 def compare(reference: ModelRunner, others: list[tuple[Quality, ModelRunner]], token_ids: list[int]) -> None:
     """Adds a sequence's positions to the figures of every setting."""
     table = list(range(1, len(token_ids) // reference.spec.block_size + 2))
-    chunk = SequenceChunk(token_ids, 0, table, table, SamplingParams(max_tokens=0), samples=False)
-    expected = reference.hidden_states([chunk])
-    hidden = [runner.hidden_states([chunk]) for _, runner in others]
+    step = StepInput.of_prompt(token_ids, table)
+    expected = reference.hidden_states(step)
+    hidden = [runner.hidden_states(step) for _, runner in others]
     targets = torch.tensor(token_ids[1:])
     for first in range(0, len(targets), ROWS):
         rows = slice(first, min(first + ROWS, len(targets)))

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import TypeVarTuple, Unpack
 
@@ -25,7 +25,7 @@ from server.engine.request import (
     GenerationSpec,
     TokenOutput,
 )
-from server.engine.scheduler.scheduler import RequestEvent
+from server.engine.scheduler.outputs import StepOutputs
 from server.engine.stats import EngineStats, StepStats
 
 logger = logging.getLogger("gemserve.engine")
@@ -187,12 +187,12 @@ class AsyncEngine:
         try:
             while self._take_commands():
                 self._step_number += 1
-                events = self._core.step()
+                outputs = self._core.step()
                 self._step_number += 1
                 if self.on_step is not None and self._core.last_step is not None:
                     self.on_step(self._core.last_step)
-                if events:
-                    self._call_in_loop(self._deliver, events)
+                if outputs:
+                    self._call_in_loop(self._deliver, outputs)
         except (
             BaseException
         ) as error:  # whatever ends this thread ends the engine, and everyone waiting is told
@@ -222,11 +222,11 @@ class AsyncEngine:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
             self._loop.call_soon_threadsafe(callback, *args)
 
-    def _deliver(self, events: Sequence[RequestEvent]) -> None:
-        for request, event in events:
-            outputs = self._streams.get(request.request_id)
-            if outputs is not None:  # else its client has left and the abort is on its way
-                outputs.put_nowait(event)
+    def _deliver(self, outputs: StepOutputs) -> None:
+        for request, event in outputs:
+            stream = self._streams.get(request.request_id)
+            if stream is not None:  # else its client has left and the abort is on its way
+                stream.put_nowait(event)
 
     async def _watch_steps(self) -> None:
         """Counts its own turns in which the same step runs: a process that was suspended has not hung."""

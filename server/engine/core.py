@@ -2,42 +2,26 @@
 threads, no asyncio.
 
 With ``async_scheduling``, the device is given the next step before the results of the one that it computes
-are read, wherever that changes nothing but the time: while every sequence just decodes. Never more than that
-one is ahead. The only place that hands work to a model runner. Everything it owns may be touched by one
-thread only.
+are read, wherever the scheduler can tell it without them. Never more than that one is ahead. The only place
+that hands work to a model runner. Everything it owns may be touched by one thread only.
 """
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
-
-from model.interface.sequence_chunk import (
-    AsyncRunner,
-    DecodeChunks,
-    DrawnTokens,
-    LaunchedStep,
-    Runner,
-    SequenceChunk,
-    StepMemoryError,
-)
+from model.interface.sequence_chunk import AsyncRunner, LaunchedStep, Runner, StepInput, StepMemoryError
 from server.engine.kv.kv_manager import KVCacheManager
-from server.engine.memory import KnownResults, run_in_parts, run_within_memory
-from server.engine.request import GenerationSpec, OutputTokens, Request, RequestTimings
-from server.engine.scheduler.scheduled_batch import ScheduledBatch
-from server.engine.scheduler.scheduler import RequestEvent, Scheduler, SchedulerConfig
-from server.engine.stats import EngineStats, StepStats
+from server.engine.memory import KnownResults, OnFault, run_in_parts, run_within_memory
+from server.engine.request import GenerationSpec, Request, RequestExpiredError, RequestTimings
+from server.engine.scheduler.outputs import StepOutputs
+from server.engine.scheduler.scheduler import EXPIRED, Scheduler, SchedulerConfig
+from server.engine.stats import EngineStats, StepKind, StepStats
 
 logger = logging.getLogger("gemserve.engine")
-
-# A step that also prefills may take this many times a decode-only step: running streams then pause less than
-# five times their usual gap, with room for the noise of the measurement.
-MIXED_STEP_RATIO = 3.5
-
-
 T = TypeVar("T")
 
 
@@ -45,35 +29,13 @@ T = TypeVar("T")
 class _Launched:
     """A step whose results have not been taken."""
 
-    batch: ScheduledBatch
+    input: StepInput
     step: LaunchedStep
     started: float
-    draws_only: bool  # a token for each of its sequences, which the device has and the next step can follow
-
-
-@dataclass(slots=True)
-class _StepTimes:
-    """Moving averages of what steps cost, in seconds; None until measured."""
-
-    decode_step: float | None = None
-    prefill_token: float | None = None
-
-    def observe(self, step: StepStats) -> None:
-        if step.kind == "decode":
-            self.decode_step = _average(self.decode_step, step.duration)
-        else:
-            decoding = self.decode_step if step.kind == "mixed" and self.decode_step is not None else 0.0
-            self.prefill_token = _average(
-                self.prefill_token, max(0.0, step.duration - decoding) / step.num_prefill_tokens
-            )
-
-
-def _average(old: float | None, new: float) -> float:
-    return new if old is None else 0.8 * old + 0.2 * new
 
 
 class EngineCore:
-    """Requests in, events out, one step at a time."""
+    """Requests in, outputs out, one step at a time."""
 
     def __init__(
         self,
@@ -94,22 +56,14 @@ class EngineCore:
             "this runner computes nothing beside the host"
         )
         self._async_runner = runner if async_scheduling and isinstance(runner, AsyncRunner) else None
-        self._ahead: _Launched | None = None
-        self._finished = self._runner_seconds = (
-            0.0  # when the last step's results were taken; what this call has spent there
-        )
+        self._launched: deque[_Launched] = deque()
+        self._finished = 0.0  # when the last step's results were taken
+        # When this call of ``step`` began, and what of it was spent in the runner.
+        self._step_started = self._runner_seconds = 0.0
         self._sample_seconds = sample_seconds
         self._clock = clock
         self._debug_invariants = debug_invariants
-        self._kv = kv
         self.scheduler = Scheduler(config, kv, clock)
-        self._requests: dict[str, Request] = {}
-        self._times = _StepTimes()
-        self._decoding: list[
-            Request
-        ] = []  # of the last step; their chunks are used again while these are the same
-        self._num_admissions = 0
-        self._decode_chunks = self._new_decode_chunks([])
         self.last_step: StepStats | None = None  # None after a step that had nothing to run
 
     @property
@@ -118,55 +72,103 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self._ahead is not None or self.scheduler.has_work
+        return bool(self._launched) or self.scheduler.has_work
 
     def add(self, spec: GenerationSpec, arrival: float | None = None) -> None:
         """Queue a request. ``arrival`` is a time of this core's clock."""
-        assert spec.request_id not in self._requests, "request ids are unique among live requests"
-        request = Request(spec, RequestTimings(self._clock() if arrival is None else arrival))
-        self._requests[spec.request_id] = request
-        self.scheduler.add(request)
+        self.scheduler.add(Request(spec, RequestTimings(self._clock() if arrival is None else arrival)))
 
     def abort(self, request_id: str) -> None:
         """End a request in whatever state it is; unknown and finished ones are left alone."""
-        request = self._requests.pop(request_id, None)
-        if request is not None:
-            self.scheduler.abort(request)
+        self.scheduler.abort(request_id)
         self._after_change()
 
-    def step(self) -> Sequence[RequestEvent]:
+    def step(self) -> StepOutputs:
         """Take the results of a step: of the one that the last call launched ahead, or else of one that is
         launched now. An exception from the runner leaves the core unusable: the caller ends the engine."""
-        started = self._clock()
-        self._runner_seconds, sampled = 0.0, self._sample_seconds()
+        self._step_started, self._runner_seconds, sampled = self._clock(), 0.0, self._sample_seconds()
         expired = self.scheduler.expire()
-        launched = self._ahead or self._launch(self.scheduler.schedule(), started)
-        if launched is None:
-            self.last_step = None
-            self._forget_finished(expired)
-            self._after_change()
-            return expired
-        self._ahead = self._launch_ahead(launched)
-        self.scheduler.ahead = None if self._ahead is None else self._ahead.batch
-        results = self._timed(launched.step.results)
-        num_running = self.scheduler.num_running
-        batch = launched.batch
-        events = self.scheduler.update(batch, results)
-        if expired:
-            events = [*expired, *events]
-        if expired or self.scheduler.num_running < num_running:
-            self._forget_finished(events)
-        finished = self._clock()
-        duration = finished - max(
-            launched.started, self._finished
-        )  # a step ahead has the device once the one before it ends
-        host = finished - started - self._runner_seconds
-        sampling = self._sample_seconds() - sampled
-        sizes = batch.num_tokens, batch.num_sequences, batch.num_prefill_tokens
-        self.last_step, self._finished = StepStats(batch.kind, duration, host, *sizes, sampling), finished
-        self._count(self.last_step)
+        while self._may_launch:
+            step = self.scheduler.schedule()
+            if step is None or not self._run(step):
+                break
+        if self._launched:
+            launched = self._launched.popleft()
+            outputs = self.scheduler.update(self._timed(launched.step.results))
+            self._count(launched, self._sample_seconds() - sampled)
+        else:
+            outputs, self.last_step = StepOutputs([], []), None
+        for request in expired:
+            outputs.add(request, RequestExpiredError(EXPIRED))
         self._after_change()
-        return events
+        return outputs
+
+    @property
+    def _may_launch(self) -> bool:
+        """One step, and one ahead of it where its results are not known yet."""
+        if not self._launched:
+            return True
+        is_ahead = len(self._launched) > 1
+        return (
+            self._async_runner is not None
+            and not is_ahead
+            and not isinstance(self._launched[0].step, KnownResults)
+        )
+
+    def _run(self, step: StepInput) -> bool:
+        """Hand a step to the runner. False: there was no memory for it ahead of the results of the one
+        before."""
+        launched = self._launch_ahead(step) if self._launched else self._launch(step)
+        if launched is None:
+            self.scheduler.give_up(step)
+            return False
+        step.batch.changes.clear()  # the runner has seen them
+        self._launched.append(launched)
+        return True
+
+    def _launch(self, step: StepInput) -> _Launched:
+        """Out of memory, a step runs in parts, and later ones are smaller."""
+        self.scheduler.write_stats()  # a scrape during a long step shows what it runs
+        self.stats.last_step_timestamp = time.time()
+        num_faults = 0
+
+        def on_fault(error: StepMemoryError) -> None:
+            nonlocal num_faults
+            if num_faults == 0:
+                logger.error(
+                    "a step of %d tokens ran out of memory and is run in parts: %s", step.num_tokens, error
+                )
+            num_faults += 1
+            self.stats.memory_faults_total += 1
+
+        launched = self._timed(lambda: self._hand_over(step, on_fault))
+        if num_faults == 0:
+            self.scheduler.budget.found_memory()
+        else:
+            self.scheduler.budget.found_no_memory(step.num_tokens)
+        return _Launched(step, launched, self._step_started)
+
+    def _hand_over(self, step: StepInput, on_fault: OnFault) -> LaunchedStep:
+        if self._async_runner is None:
+            return KnownResults(run_within_memory(self._runner, step, on_fault))
+        try:
+            return self._async_runner.launch(step)
+        except StepMemoryError as error:
+            on_fault(error)
+        return KnownResults(run_in_parts(self._runner, step, on_fault))
+
+    def _launch_ahead(self, step: StepInput) -> _Launched | None:
+        assert self._async_runner is not None
+        launch, started = self._async_runner.launch, self._clock()
+        try:
+            launched = self._timed(lambda: launch(step))
+        except (
+            StepMemoryError
+        ) as error:  # once the tokens are known, the same step is run in parts if it has to be
+            logger.debug("no memory for a step ahead of the last one's results: %s", error)
+            return None
+        self.scheduler.budget.found_memory()
+        return _Launched(step, launched, started)
 
     def _timed(self, call: Callable[[], T]) -> T:
         """A call into the runner: its time is not the host's own."""
@@ -175,149 +177,32 @@ class EngineCore:
         self._runner_seconds += self._clock() - began
         return value
 
-    def _launch(self, batch: ScheduledBatch, started: float) -> "_Launched | None":
-        """Out of memory, a step runs in parts, and later ones prefill less: half as much, then one token more
-        in each step."""
-        if not batch.num_sequences:
-            return None
-        chunks, num_tokens = self._chunks(batch), batch.num_tokens
-        self.scheduler.write_stats()  # a scrape during a long step shows what it runs
+    def _count(self, launched: _Launched, sample_seconds: float) -> None:
+        """Write down a step whose results have been taken."""
+        finished, step = self._clock(), launched.input
+        num_tokens, num_prefill_tokens = step.num_tokens, step.num_prefill_tokens
+        kind: StepKind = (
+            "decode"
+            if num_prefill_tokens == 0
+            else "prefill"
+            if num_prefill_tokens == num_tokens
+            else "mixed"
+        )
+        self.last_step = StepStats(
+            kind=kind,
+            duration=finished
+            - max(launched.started, self._finished),  # one ahead has the device once the one before ends
+            schedule_seconds=finished - self._step_started - self._runner_seconds,
+            num_tokens=num_tokens,
+            num_sequences=len(step),
+            num_prefill_tokens=num_prefill_tokens,
+            sample_seconds=sample_seconds,
+        )
+        self._finished = finished
+        self.stats.steps_total[kind] += 1
+        self.stats.busy_seconds_total += self.last_step.duration
         self.stats.last_step_timestamp = time.time()
-        faults = self.stats.memory_faults_total
-
-        def count(error: StepMemoryError) -> None:
-            if self.stats.memory_faults_total == faults:
-                logger.error(
-                    "a step of %d tokens ran out of memory and is run in parts: %s", num_tokens, error
-                )
-            self.stats.memory_faults_total += 1
-
-        step = self._timed(lambda: self._hand_over(chunks, count))
-        self._kv.rows.next_step()
-        self._allow_tokens(
-            self.scheduler.max_step_tokens + 1
-            if self.stats.memory_faults_total == faults
-            else num_tokens // 2
-        )
-        draws = isinstance(chunks, DecodeChunks) and chunks.plain and not isinstance(step, KnownResults)
-        return _Launched(batch, step, started, draws_only=draws)
-
-    def _hand_over(
-        self, chunks: Sequence[SequenceChunk], on_fault: Callable[[StepMemoryError], None]
-    ) -> LaunchedStep:
-        if self._async_runner is None:
-            return KnownResults(run_within_memory(self._runner, chunks, on_fault))
-        try:
-            return self._async_runner.launch(chunks)
-        except StepMemoryError as error:
-            on_fault(error)
-        return KnownResults(run_in_parts(self._runner, chunks, on_fault))
-
-    def _allow_tokens(self, limit: int) -> None:
-        self.scheduler.max_step_tokens = min(
-            max(limit, self._kv.block_size), self.scheduler.config.max_num_batched_tokens
-        )
-
-    def _launch_ahead(self, launched: "_Launched") -> "_Launched | None":
-        """The step after one whose tokens are not known yet, where it needs nothing else of that one's
-        results."""
-        if self._async_runner is None or not launched.draws_only:
-            return None
-        batch = self.scheduler.schedule_ahead(launched.batch)
-        if batch is None:
-            return None
-        assert batch.num_tokens_before is not None
-        chunks = self._chunks_of_decodes(batch.decodes)
-        chunks.follow(DrawnTokens(launched.step, batch.of_batch_before), batch.num_tokens_before)
-        launch, started = self._async_runner.launch, self._clock()
-        try:
-            step = self._timed(lambda: launch(chunks))
-        except (
-            StepMemoryError
-        ) as error:  # once the tokens are known, the same step is run in parts if it has to be
-            logger.debug("no memory for a step ahead of the last one's results: %s", error)
-            return None
-        self._kv.rows.next_step()
-        self._allow_tokens(self.scheduler.max_step_tokens + 1)
-        return _Launched(batch, step, started, draws_only=True)
-
-    def _forget_finished(self, events: Sequence[RequestEvent]) -> None:
-        for request, _ in events:
-            if request.timings.finished is not None:
-                del self._requests[request.request_id]
-
-    def _chunks(self, batch: ScheduledBatch) -> Sequence[SequenceChunk]:
-        requests, group = batch.decodes, batch.group
-        decodes = self._chunks_of_decodes(requests)
-        if group is not None:
-            decodes.move(group.last_token_ids, group.num_tokens - 1)
-        else:
-            token_ids, starts = [r.token_ids[-1] for r in requests], [r.num_computed_tokens for r in requests]
-            decodes.move(np.array(token_ids, dtype=np.int64), np.array(starts, dtype=np.int64))
-        if not batch.prefills:
-            return decodes
-        return [
-            *decodes,
-            *(
-                self._sequence_chunk(chunk.request, chunk.num_tokens, chunk.samples)
-                for chunk in batch.prefills
-            ),
-        ]
-
-    def _chunks_of_decodes(self, requests: list[Request]) -> DecodeChunks:
-        """Those of the last step while the requests are the same, not moved on yet."""
-        if self._num_admissions != self._kv.num_admissions or requests != self._decoding:
-            self._num_admissions = self._kv.num_admissions
-            self._decoding, self._decode_chunks = requests, self._new_decode_chunks(requests)
-        return self._decode_chunks
-
-    def _new_decode_chunks(self, requests: list[Request]) -> DecodeChunks:
-        tables = [self._kv.tables[request.request_id] for request in requests]
-        return DecodeChunks(
-            [request.sampling for request in requests],
-            [request.num_prompt_tokens for request in requests],
-            self._kv.rows,
-            [of_one.row for of_one in tables],
-            [(of_one.global_blocks, of_one.local_blocks) for of_one in tables],
-            plain=all(request.sampling.plain and request.grammar is None for request in requests),
-            make_chunk=lambda index: self._sequence_chunk(requests[index], 1, samples=True),
-        )
-
-    def _sequence_chunk(self, request: Request, num_tokens: int, samples: bool) -> SequenceChunk:
-        start, stop = request.num_computed_tokens, request.num_computed_tokens + num_tokens
-        tables = self._kv.tables[request.request_id]
-        wants_prompt = request.sampling.prompt_logprobs is not None
-        return SequenceChunk(
-            token_ids=request.token_ids[start:stop],
-            start=start,
-            global_block_table=tables.global_blocks,
-            local_block_table=tables.local_blocks,
-            sampling=request.sampling,
-            samples=samples,
-            prompt_token_ids=request.spec.prompt_token_ids,
-            output_token_ids=OutputTokens(request.token_ids, request.num_prompt_tokens),
-            prompt_targets=request.token_ids[start + 1 : min(stop + 1, request.num_prompt_tokens)]
-            if wants_prompt
-            else (),
-            grammar=request.grammar,
-            pools=request.spec.pools,
-            tables=self._kv.rows,
-            row=tables.row,
-        )
-
-    def _count(self, step: StepStats) -> None:
-        stats = self.stats
-        stats.steps_total[step.kind] += 1
-        stats.busy_seconds_total += step.duration
-        stats.last_step_timestamp = time.time()
-        times = self._times
-        times.observe(step)
-        if times.decode_step is not None and times.prefill_token:
-            allowed = int((MIXED_STEP_RATIO - 1) * times.decode_step / times.prefill_token)
-            config = self.scheduler.config
-            self.scheduler.mixed_prefill_tokens = min(
-                max(allowed, self._kv.block_size), config.max_num_batched_tokens
-            )
+        self.scheduler.budget.observe(self.last_step)
 
     def _after_change(self) -> None:
         self.scheduler.write_stats()

@@ -1,20 +1,21 @@
 """A request as the engine sees it: token ids in, token ids out, and the state the scheduler keeps. Imports no
 torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from model.interface.grammar_state import Grammar, GrammarState
 from model.interface.sampling_params import SamplingParams
-from model.interface.sequence_chunk import TokenLogprobs
+from model.interface.sequence_chunk import NO_TOKEN, TokenLogprobs
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
 FinishReason = Literal["stop", "length"]
+NO_ROW = -1  # of a request that does not run
 
 
 class EngineError(Exception):
@@ -90,31 +91,6 @@ class TokenOutput(NamedTuple):
     )
 
 
-class OutputTokens(Sequence[int]):
-    """A request's tokens after the prompt, as they are whenever they are read: nothing is copied."""
-
-    __slots__ = ("_first", "_token_ids")
-
-    def __init__(self, token_ids: list[int], first: int) -> None:
-        self._token_ids = token_ids
-        self._first = first
-
-    def __len__(self) -> int:
-        return len(self._token_ids) - self._first
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        return self._token_ids[self._first :][index]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._token_ids[self._first :])
-
-
 class RequestStatus(Enum):
     WAITING = "waiting"
     RUNNING = "running"
@@ -124,26 +100,20 @@ class RequestStatus(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """State of one request. Its work in a step is ``num_tokens - num_computed_tokens``; nothing else stores
-    what remains."""
+    """What the engine knows of one request beside its row of the running batch, which it has while it
+    runs."""
 
     spec: GenerationSpec
     timings: RequestTimings
     token_ids: list[int] = field(init=False)  # prompt, then output
     num_prompt_tokens: int = field(init=False)
-    num_computed_tokens: int = 0  # tokens whose keys and values are in the cache
-    num_slots: int = 0  # tokens that its blocks have room for
+    row: int = NO_ROW
     max_num_tokens: int = 0  # length at which it ends; the scheduler sets it
     ending_ids: frozenset[int] = field(
         init=False
-    )  # what a step may yield that ends it: stop tokens, and -1 for a fault
+    )  # what a step may yield that ends it: stop tokens, and NO_TOKEN for a fault
     num_cached_tokens: int = 0  # prompt tokens of the first admission that came from the prefix cache
     status: RequestStatus = RequestStatus.WAITING
-    block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks, as far as they were needed
-    num_published_blocks: int = 0
-    awaited_block: bytes | None = (
-        None  # hash of the last block of its prefix that a running request is going to compute
-    )
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     hidden_sum: "npt.NDArray[np.float64] | None" = (
         None  # [h], of the tokens computed since the last admission
@@ -155,7 +125,7 @@ class Request:
     def __post_init__(self) -> None:
         self.token_ids = list(self.spec.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.ending_ids = self.sampling.stop_token_ids | {-1}
+        self.ending_ids = self.sampling.stop_token_ids | {NO_TOKEN}
         grammar = self.spec.grammar
         self.grammar = None if grammar is None else grammar.new_state(self.sampling.stop_token_ids)
 
@@ -174,10 +144,6 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def num_uncomputed_tokens(self) -> int:
-        return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def max_hit_tokens(self) -> int:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from model.host.torch_import import preload_libraries
 from model.interface.errors import ConfigError
+from model.interface.running_batch import RunningBatch
 from server.engine.async_engine import AsyncEngine, EngineLimits
 from server.engine.core import EngineCore
 from server.engine.kv.kv_manager import KVCacheManager
@@ -259,8 +260,13 @@ def _load_engine(
         runner.capture_graphs(padded_sizes(settings.max_num_seqs), max_model_len)
     phases.enter(None)
 
+    batch = RunningBatch(settings.max_num_seqs, runner.spec.global_blocks(max_model_len))
     kv = KVCacheManager(
-        runner.spec, plan.num_global_blocks, plan.num_local_blocks, prefix_caching=settings.prefix_caching
+        runner.spec,
+        batch,
+        plan.num_global_blocks,
+        plan.num_local_blocks,
+        prefix_caching=settings.prefix_caching,
     )
     scheduler_config = SchedulerConfig(settings.max_num_seqs, settings.max_num_batched_tokens, max_model_len)
     core = EngineCore(

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from model.interface.kv_cache_spec import KVCachePlan
-from model.interface.sampling_params import SamplingParams
-from model.interface.sequence_chunk import SequenceChunk
+from model.interface.sequence_chunk import StepInput
 from tests.http.cache.tiny_server import NUM_TOKENS, TOLERANCE, ids, tiny_server
 from tests.http.live_server import LiveServer
 from tests.lm_eval.client import parse_logprobs, scoring_body
@@ -41,9 +40,7 @@ def reference_logprobs(prompt: list[int]) -> torch.Tensor:
     )
     runner = tiny_runner(plan)
     table = list(range(1, num_blocks))
-    hidden = runner.hidden_states(
-        [SequenceChunk(prompt, 0, table, table, SamplingParams(max_tokens=0), samples=False)]
-    )
+    hidden = runner.hidden_states(StepInput.of_prompt(prompt, table))
     with torch.inference_mode():
         return runner.model.logits(hidden)[:, :NUM_TOKENS].double().log_softmax(dim=-1)
 

@@ -1,15 +1,16 @@
 """Anthropic's Messages API over raw HTTP: the same chats as on /v1/chat/completions, in Anthropic's form."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from model.interface.sequence_chunk import ChunkResult, SequenceChunk
+from model.interface.sequence_chunk import ChunkResult, StepInput, StepResult
 from tests.fakes import FakeRunner, fake_engine_factory
 from tests.http.live_server import LiveServer, live_server
+from tests.steps import sequences_of
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -163,13 +164,12 @@ def test_a_message_without_text_has_no_block(server: LiveServer) -> None:
 class FailingRunner(FakeRunner):
     """Every sequence fails when it has three tokens."""
 
-    def run(self, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
-        results = super().run(chunks)
-        failed = ChunkResult(error="the logits are not finite")
-        return [
-            failed if len(chunk.output_token_ids) == 3 else result
-            for chunk, result in zip(chunks, results, strict=True)
-        ]
+    def run(self, step: StepInput) -> StepResult:
+        result = super().run(step)
+        for index, sequence in enumerate(sequences_of(step)):
+            if len(sequence.output_token_ids) == 3:
+                result.others[index] = ChunkResult(error="the logits are not finite")
+        return result
 
 
 def test_a_fault_after_the_first_token_is_an_error_event() -> None:

@@ -10,8 +10,7 @@ from tokenizers import Tokenizer
 from model.checkpoint.open import open_checkpoint
 from model.execution.runner import ModelRunner
 from model.interface.kv_cache_spec import KVCachePlan, KVCacheSpec
-from model.interface.sampling_params import SamplingParams
-from model.interface.sequence_chunk import SequenceChunk
+from model.interface.sequence_chunk import StepInput
 from model.network.gemma3 import Gemma3
 from model.ops.reference import ReferenceOps
 
@@ -59,8 +58,8 @@ class Reference:
         first = len(self.encode(context))
         assert 0 < first < len(token_ids) <= MAX_TOKENS
         table = list(range(1, MAX_TOKENS // BLOCK_SIZE + 1))
-        chunk = SequenceChunk(token_ids, 0, table, table, SamplingParams(max_tokens=0), samples=False)
-        hidden = self._runner.hidden_states([chunk])[first - 1 : -1]
+        step = StepInput.of_prompt(token_ids, table)
+        hidden = self._runner.hidden_states(step)[first - 1 : -1]
         logits = self._runner.model.logits(hidden)[:, : self._num_tokens].double()
         targets = torch.tensor(token_ids[first:])[:, None]
         chosen = logits.gather(1, targets)

@@ -4,12 +4,14 @@ again over the same buffers; and the same work done twice, through graphs and ea
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 
 from model.config.gemma3_config import Gemma3Config
 from model.execution.cuda_graphs import GraphDevice, padded_sizes
-from model.interface.sequence_chunk import SequenceChunk
+from model.interface.sequence_chunk import SequenceChunk, StepInput
 from model.network.gemma3 import Gemma3
 from model.ops.interface import Ops
 from tests.model.harness import Harness, TestSequence
@@ -73,16 +75,23 @@ def make_model(ops: Ops, config: Gemma3Config = CONFIG) -> Gemma3:
 
 
 class LiveHarness(Harness):
-    """Hands out the tables themselves, as the engine does: one list for as long as a sequence runs."""
+    """Hands out what decodes by row, as the engine does, over block tables that the device keeps."""
 
-    def chunk(self, sequence: TestSequence, num_tokens: int, *, score: bool = False) -> SequenceChunk:
-        chunk = super().chunk(sequence, num_tokens, score=score)
-        chunk.global_block_table, chunk.local_block_table = sequence.global_table, sequence.local_table
-        return chunk
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.runner.mirrors_tables = True
 
-    def release(self, sequence: TestSequence) -> None:
-        super().release(sequence)
-        sequence.global_table, sequence.local_table = [], []
+    def step_of(self, chunks: Sequence[SequenceChunk]) -> StepInput:
+        """Those that decode come first."""
+        decodes = [chunk for chunk in chunks if chunk.samples and len(chunk.token_ids) == 1]
+        assert decodes == list(chunks[: len(decodes)])
+        return StepInput(
+            self.batch,
+            np.array([chunk.row for chunk in decodes], dtype=np.int64),
+            np.array([chunk.start for chunk in decodes], dtype=np.int64),
+            np.array([chunk.token_ids[0] for chunk in decodes], dtype=np.int64),
+            chunks[len(decodes) :],
+        )
 
 
 def make_harness(model: Gemma3, kind: type[Harness]) -> Harness:
@@ -106,7 +115,7 @@ class PairedRuns:
         kind: type[Harness],
         sizes: Sequence[int] = padded_sizes(MAX_NUM_SEQS),
     ) -> None:
-        self.graphed, self.eager = make_harness(model, kind), make_harness(model, kind)
+        self.graphed, self.eager = make_harness(model, kind), make_harness(model, Harness)
         self.graphed.runner.capture_graphs(sizes, MAX_MODEL_LEN, device)
         self.pairs: list[tuple[TestSequence, TestSequence]] = []
 
@@ -150,7 +159,8 @@ class PairedRuns:
         hidden = []
         for side, harness in enumerate((self.graphed, self.eager)):
             chunks = [harness.chunk(pair[side], 1) for pair in self.pairs]
-            hidden.append(harness.runner._run_network(chunks)[1].clone())
+            hidden.append(harness.runner._run_network(harness.step_of(chunks))[1].clone())
+            harness.batch.changes.clear()
             harness._advance([(pair[side], 1) for pair in self.pairs])
         tokens = harness.runner.model.logits(hidden[1]).argmax(-1).tolist()
         for pair, token in zip(self.pairs, tokens, strict=True):

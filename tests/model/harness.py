@@ -12,13 +12,14 @@ import torch
 from model.config.gemma3_config import Gemma3Config
 from model.execution.runner import ModelRunner
 from model.interface.kv_cache_spec import KVCachePlan
+from model.interface.running_batch import LOCAL, NULL_BLOCK, RunningBatch
 from model.interface.sampling_params import SamplingParams
-from model.interface.sequence_chunk import ChunkResult, SequenceChunk
-from model.network.forward_batch import build_batch
+from model.interface.sequence_chunk import ChunkResult, SequenceChunk, StepInput
 from model.network.gemma3 import Gemma3
 from model.ops.interface import Ops
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+MIN_ROWS = 16
 
 
 @dataclass(eq=False)
@@ -31,6 +32,7 @@ class TestSequence:
     sampling: SamplingParams = GREEDY
     num_prompt_tokens: int = 0
     num_computed: int = 0
+    row: int | None = None  # of the harness's batch, once it has blocks
     global_table: list[int] = field(default_factory=list)
     local_table: list[int] = field(default_factory=list)
 
@@ -61,6 +63,7 @@ class Harness:
         shuffle(self.free[True])
         shuffle(self.free[False])
         self.recycled = 0
+        self.batch = RunningBatch(max(MIN_ROWS, num_seqs), num_global)
 
     def chunk(self, sequence: TestSequence, num_tokens: int, *, score: bool = False) -> SequenceChunk:
         """The sequence's next ``num_tokens`` as a chunk, with blocks for them."""
@@ -68,37 +71,50 @@ class Harness:
         assert num_tokens > 0
         assert end <= len(sequence.tokens)
         num_blocks = -(-end // self.spec.block_size)
+        prompt = sequence.num_prompt_tokens
+        if sequence.row is None:
+            sequence.row = self.batch.add(sequence.tokens, prompt, sequence.sampling)
+        row, held = sequence.row, len(sequence.global_table)
         for is_global, table in ((True, sequence.global_table), (False, sequence.local_table)):
             while len(table) < num_blocks:
                 table.append(self.free[is_global].pop())
-        prompt = sequence.num_prompt_tokens
+        if num_blocks > held:
+            self.batch.set_row_blocks(row, sequence.global_table[held:], sequence.local_table[held:])
+        self.batch.set_sampling(row, sequence.sampling)
+        self.batch.num_tokens[row] = len(sequence.tokens)
+        self.batch.last_token_ids[row] = sequence.tokens[-1]
         return SequenceChunk(
+            row=row,
             token_ids=sequence.tokens[start:end],
             start=start,
-            global_block_table=list(sequence.global_table),
-            local_block_table=list(sequence.local_table),
-            sampling=sequence.sampling,
             samples=end == len(sequence.tokens),
-            prompt_token_ids=sequence.tokens[:prompt],
-            output_token_ids=sequence.tokens[prompt:],
             prompt_targets=sequence.tokens[start + 1 : min(end + 1, prompt)] if score else (),
         )
 
+    def step_of(self, chunks: Sequence[SequenceChunk]) -> StepInput:
+        """A step of these chunks, in this order."""
+        return StepInput(self.batch, prefills=chunks)
+
+    def run_chunks(self, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
+        """One step through ModelRunner.run: a result per chunk."""
+        results = self.runner.run(self.step_of(chunks)).all()
+        self.batch.changes.clear()
+        return results
+
     def run(self, work: Sequence[tuple[TestSequence, int]], *, score: bool = False) -> list[ChunkResult]:
         """One step through ModelRunner.run: (sequence, number of its next tokens) each."""
-        results = self.runner.run([self.chunk(sequence, count, score=score) for sequence, count in work])
+        results = self.run_chunks([self.chunk(sequence, count, score=score) for sequence, count in work])
         self._advance(work)
         return results
 
     @torch.inference_mode()
     def hidden(self, work: Sequence[tuple[TestSequence, int]]) -> list[torch.Tensor]:
         """One step that returns the final hidden states [count, h] of every token instead of sampling."""
-        batch = build_batch(
-            [self.chunk(sequence, count) for sequence, count in work], self.spec, self.runner.ops.device
-        )
-        hidden: torch.Tensor = self.runner.model(batch, self.cache)
+        step = StepInput(self.batch, prefills=[self.chunk(sequence, count) for sequence, count in work])
+        hidden = self.runner.hidden_states(step)
+        self.batch.changes.clear()
         self._advance(work)
-        return list(hidden.tensor_split(batch.first_rows[1:-1]))
+        return list(hidden.split([count for _, count in work]))
 
     @torch.inference_mode()
     def logits(self, work: Sequence[tuple[TestSequence, int]]) -> list[torch.Tensor]:
@@ -119,6 +135,9 @@ class Harness:
         for is_global, table in ((True, sequence.global_table), (False, sequence.local_table)):
             self._free(is_global, [block for block in table if block])
             table.clear()
+        if sequence.row is not None:
+            self.batch.remove(sequence.row)
+            sequence.row = None
 
     def _advance(self, work: Sequence[tuple[TestSequence, int]]) -> None:
         for sequence, count in work:
@@ -126,6 +145,8 @@ class Harness:
             kept = self.spec.first_local_block(sequence.num_computed)
             recycled = [block for block in sequence.local_table[:kept] if block]
             sequence.local_table[:kept] = [0] * kept
+            assert sequence.row is not None
+            self.batch.blocks[LOCAL, sequence.row, :kept] = NULL_BLOCK
             self.recycled += len(recycled)
             self._free(False, recycled)
             held = len([block for block in sequence.local_table if block])

@@ -1,28 +1,27 @@
 """What a block of the prefix cache is known by: a chain of sha256 over salt and tokens, so that a hash names
 the block's content and everything before it. Imports no torch."""
 
+from collections.abc import Sequence
 from hashlib import sha256
 from struct import Struct
 
-from server.engine.request import Request
 
-
-class BlockHashes:
-    """The hashes of requests' full blocks, each computed once."""
+class BlockHasher:
+    """Hashes full blocks, each as often as it is asked to."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._pack = Struct(f"{block_size}I").pack
 
-    def of(self, request: Request, count: int) -> list[bytes]:
-        """At least the first ``count`` of a request that has the tokens of as many blocks. The list is the
-        request's own."""
-        hashes, size = request.block_hashes, self._block_size
+    def extend(
+        self, hashes: list[bytes], token_ids: Sequence[int], cache_salt: str | None, count: int
+    ) -> None:
+        """Bring the hashes of a sequence's first blocks to ``count``. It has the tokens of as many blocks."""
+        size = self._block_size
         while len(hashes) < count:
             start = len(hashes) * size
-            parent = hashes[-1] if hashes else chain_root(request.spec.cache_salt)
-            hashes.append(hash_block(parent, self._pack(*request.token_ids[start : start + size])))
-        return hashes
+            parent = hashes[-1] if hashes else chain_root(cache_salt)
+            hashes.append(hash_block(parent, self._pack(*token_ids[start : start + size])))
 
 
 def chain_root(cache_salt: str | None) -> bytes:

@@ -9,7 +9,7 @@ least recently used first.
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from model.interface.block_tables import NULL_BLOCK
+from model.interface.running_batch import NULL_BLOCK
 from server.engine.stats import PoolStats
 
 
@@ -93,14 +93,12 @@ class BlockPool:
                 else:
                     self._cached[block] = None
 
-    def publish(self, blocks: Sequence[int], content_hashes: Sequence[bytes]) -> None:
+    def cache_full_blocks(self, blocks: Sequence[int], content_hashes: Sequence[bytes]) -> None:
         """Make computed, used blocks findable. A second block of the same content stays private."""
         ref_counts, hashes, by_hash = self._ref_counts, self._hashes, self._by_hash
         for block, content_hash in zip(blocks, content_hashes, strict=True):
-            assert ref_counts[block] > 0, (
-                f"{self.name} pool: block {block} is published while nobody holds it"
-            )
-            assert hashes[block] is None, f"{self.name} pool: block {block} is published twice"
+            assert ref_counts[block] > 0, f"{self.name} pool: block {block} is cached while nobody holds it"
+            assert hashes[block] is None, f"{self.name} pool: block {block} is cached twice"
             if by_hash.setdefault(content_hash, block) == block:
                 hashes[block] = content_hash
 

@@ -1,10 +1,64 @@
-"""What a result of the model adds to its request, and whether it ends it: the output that the client gets.
-Imports no torch."""
+"""What a step means to clients: what its results add to requests, and whether they end them. Imports no
+torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import repeat
+from typing import overload
 
-from model.interface.sequence_chunk import ChunkResult
-from server.engine.request import FinishReason, Request, TokenOutput
+from model.interface.sequence_chunk import NO_TOKEN, ChunkResult
+from server.engine.request import FinishReason, Request, RequestExpiredError, RequestFailedError, TokenOutput
+
+RequestEvent = tuple[Request, TokenOutput | RequestFailedError | RequestExpiredError]
+_new_output = partial(tuple.__new__, TokenOutput)
+
+
+class StepOutputs(Sequence[RequestEvent]):
+    """What a step yielded, a request after the other: a token and nothing else, or an event. Outputs of bare
+    tokens are made by whoever reads them, at any time afterwards: the event loop's thread, beside the next
+    step."""
+
+    def __init__(self, requests: list[Request], token_ids: list[int]) -> None:
+        self._requests = requests
+        self._token_ids = token_ids
+        self._events: dict[int, TokenOutput | RequestFailedError | RequestExpiredError] = {}
+
+    def set_event(self, index: int, event: TokenOutput | RequestFailedError | RequestExpiredError) -> None:
+        """The request of this index yielded more, or less, than its token."""
+        self._events[index] = event
+
+    def add(self, request: Request, event: TokenOutput | RequestFailedError | RequestExpiredError) -> None:
+        self._events[len(self._requests)] = event
+        self._requests.append(request)
+        self._token_ids.append(NO_TOKEN)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[RequestEvent]:
+        pairs = zip(self._requests, self._outputs(), strict=True)
+        if not self._events:
+            return pairs
+        return ((request, self._events.get(i, output)) for i, (request, output) in enumerate(pairs))
+
+    def _outputs(self) -> Iterator[TokenOutput]:
+        # The values of every field, put together without a call in Python for each request.
+        lists = [[token_id] for token_id in self._token_ids]
+        num_cached = [request.num_cached_tokens for request in self._requests]
+        timings = [request.timings for request in self._requests]
+        nothing = repeat(None)
+        return map(
+            _new_output, zip(lists, num_cached, timings, repeat(()), nothing, nothing, nothing, nothing)
+        )
+
+    @overload
+    def __getitem__(self, index: int) -> RequestEvent: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[RequestEvent]: ...
+
+    def __getitem__(self, index: int | slice) -> RequestEvent | list[RequestEvent]:
+        return list(self)[index]
 
 
 def append_result(request: Request, result: ChunkResult, clock: Callable[[], float]) -> TokenOutput:

@@ -7,17 +7,19 @@ later recomputed from its tokens. Imports no torch, keeps no clock of its own.
 """
 
 from bisect import bisect_left, bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from model.interface.sequence_chunk import NOT_FINITE, ChunkResult, SampledTokens, sampled
-from server.engine.kv.kv_manager import KVCacheManager
-from server.engine.request import Request, RequestExpiredError, RequestFailedError, RequestStatus, TokenOutput
-from server.engine.scheduler.ahead import batch_ahead
-from server.engine.scheduler.decode_group import DecodeGroup
-from server.engine.scheduler.outputs import append_result
-from server.engine.scheduler.scheduled_batch import ScheduledBatch, ScheduledChunk
+import numpy as np
+
+from model.interface.running_batch import IntArray
+from model.interface.sequence_chunk import NOT_FINITE, ChunkResult, SequenceChunk, StepInput, StepResult
+from server.engine.kv.kv_manager import KVCacheManager, PrefixHit
+from server.engine.request import Request, RequestFailedError, RequestStatus, TokenOutput
+from server.engine.scheduler.outputs import StepOutputs, append_result
+from server.engine.scheduler.scheduled_step import ScheduledChunk, ScheduledStep
+from server.engine.scheduler.step_budget import StepBudget
 from server.engine.stats import EngineStats
 
 
@@ -35,62 +37,80 @@ class SchedulerConfig:
 
 
 RUNNING = RequestStatus.RUNNING  # the member of an Enum is looked up slowly
-RequestEvent = tuple[Request, TokenOutput | RequestFailedError | RequestExpiredError]
+EXPIRED = "The request was queued for longer than its client would wait."
 
 
 def _priority(request: Request) -> int:
     return request.spec.priority
 
 
-def _decodes(request: Request) -> bool:
-    """The step runs the token sampled last, and nothing else, of this request."""
-    return request.num_output_tokens > 0 and request.num_uncomputed_tokens == 1
-
-
 class Scheduler:
-    """Owner of the waiting and the running queue."""
+    """Owner of the waiting and the running queue. Every step that ``schedule`` gives out comes back through
+    ``update`` or ``give_up``, in order."""
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager, clock: Callable[[], float]) -> None:
         self.config = config
         self.kv = kv
+        self.batch = kv.batch
         self.clock = clock
         self.waiting: deque[Request] = (
             deque()
         )  # by priority; within one, the preempted, then the new in order of arrival
         self.running: list[Request] = []  # in order of admission
-        self._group: DecodeGroup | None = (
-            None  # the last step, if all of it just got a token; void once one has gone
-        )
-        # The step that runs already while the results of the one before it are taken; these then come next.
-        self.ahead: ScheduledBatch | None = None
-        self._held: list[
-            Request
-        ] = []  # have ended, and their blocks are in use until the results of the step ahead are there
+        self.requests: dict[str, Request] = {}  # all that have not ended, by their ids
+        self.budget = StepBudget(config.max_num_batched_tokens, kv.block_size)
+        self.stats = EngineStats()
+        self._request_of: list[Request | None] = [None] * self.batch.num_rows
+        self._running_rows: IntArray | None = None  # of ``running``; None: to be read again
+        self._stop_tokens: Counter[frozenset[int]] = (
+            Counter()
+        )  # what ends running requests, and how many of them
+        self._in_flight: deque[StepInput] = deque()  # given out, and their results not taken yet
+        # The step given out last gives a bare token to all that run: another one can be scheduled before
+        # these are known.
+        self._can_go_on = False
+        self._held: list[Request] = []  # have ended, and a step in flight uses their blocks
         self._may_admit = (
             True  # False: nothing that waits can be admitted until one comes first in the queue, or any goes
         )
-        self.stats = EngineStats()
-        # Prefill tokens in a step that also decodes; the step loop lowers it so that prefills don't stall
-        # running streams.
-        self.mixed_prefill_tokens = config.max_num_batched_tokens
-        self.max_step_tokens = (
-            config.max_num_batched_tokens
-        )  # of a step that prefills; less after one found no memory
         # A share of the pool is left free at admission, so that what runs can grow before anything is
         # preempted.
         self._watermark = kv.global_pool.num_usable // 100
+
+    # -- requests --------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         assert request.num_tokens <= self.config.max_model_len, (
             "the caller checks that a request can ever fit"
         )
+        assert request.request_id not in self.requests, "request ids are unique among live requests"
         request.max_num_tokens = min(
             request.num_prompt_tokens + request.sampling.max_tokens, self.config.max_model_len
         )
+        self.requests[request.request_id] = request
         index = bisect_right(self.waiting, request.spec.priority, key=_priority)
         self.waiting.insert(index, request)
         if index == 0:  # behind one that cannot be admitted, it cannot either
             self._may_admit = True
+
+    def abort(self, request_id: str) -> None:
+        """End a request in whatever state it is; unknown and finished ones are left alone."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return
+        if request.status is RUNNING:
+            self._finish(request)
+        else:
+            self._end_waiting(request)
+
+    def expire(self) -> list[Request]:
+        """Drop what was never started and must not be any more."""
+        now = self.clock()
+        expired = [r for r in self.waiting if not r.admitted and (r.spec.queue_deadline or now) < now]
+        for request in expired:
+            self._end_waiting(request)
+            request.timings.finished = now
+        return expired
 
     @property
     def num_running(self) -> int:
@@ -100,73 +120,91 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def expire(self) -> list[RequestEvent]:
-        """Drop what was never started and must not be any more."""
-        now = self.clock()
-        expired = [r for r in self.waiting if not r.admitted and (r.spec.queue_deadline or now) < now]
-        for request in expired:
-            self.abort(request)
-            request.timings.finished = now
-        return [
-            (r, RequestExpiredError("The request was queued for longer than its client would wait."))
-            for r in expired
-        ]
+    # -- schedule --------------------------------------------------------------------------------------------
 
-    def schedule(self) -> ScheduledBatch:
-        """Choose the next step's chunks and allocate their blocks."""
-        batch = ScheduledBatch()
+    def schedule(self) -> StepInput | None:
+        """The next step, with blocks for all that it computes. None: nothing runs, or the results of the step
+        in flight must be known first."""
+        if self._in_flight:
+            return self._schedule_ahead()
         self._may_admit = True
-        prefills = self._schedule_decodes(batch)
-        budget = self.max_step_tokens - batch.num_tokens
-        if batch.num_sequences:
-            budget = min(budget, self.mixed_prefill_tokens)
-        budget -= self._schedule_prefills(batch, prefills, budget)
-        if not batch.num_preempted and self.waiting:
-            budget -= self._schedule_waiting(batch, budget)
-        self._extend_prefills(batch, budget)
-        assert batch.num_sequences or not self.running, "running requests must move in every step"
-        return batch
+        step = ScheduledStep()
+        prefills = self._schedule_decodes(step)
+        budget = self.budget.for_prefills(step.num_tokens)
+        budget -= self._schedule_prefills(step, prefills, budget)
+        if not step.num_preempted and self.waiting:
+            budget -= self._schedule_waiting(step, budget)
+        self._extend_prefills(step, budget)
+        assert step.num_sequences or not self.running, "running requests must move in every step"
+        return self._give_out(step)
 
-    def schedule_ahead(self, batch: ScheduledBatch) -> ScheduledBatch | None:
-        """The step after ``batch``, all of whose tokens are plain draws that are not known yet; None where
-        they must be. Nothing is admitted or preempted."""
-        if batch.prefills or (self.waiting and self._may_admit):
+    def _give_out(self, scheduled: ScheduledStep) -> StepInput | None:
+        if not scheduled.num_sequences:
             return None
-        return batch_ahead(batch, self._group, self.running, self.kv)
+        decodes, batch = scheduled.decodes, self.batch
+        rows = self._rows if len(decodes) == len(self.running) else _rows_of(decodes)
+        chunks = [chunk.sequence_chunk(batch) for chunk in scheduled.prefills]
+        step = StepInput(batch, rows, batch.num_computed_tokens[rows], batch.last_token_ids[rows], chunks)
+        self._can_go_on = rows is self._rows and bool(batch.is_plain[rows].all())
+        self._in_flight.append(step)
+        return step
 
-    def _schedule_decodes(self, batch: ScheduledBatch) -> list[Request]:
-        """Schedules every request with one uncomputed token; the others are returned. While the same ones
-        decode from step to step, nothing is done but for those that begin a block."""
-        decodes, prefills = batch.decodes, batch.prefills
-        group = self._group
-        if group is not None and len(group.requests) == len(self.running):
-            decodes += group.requests
-            batch.group = group
-            self._begin_blocks(group, batch)
-            return []
-        others: list[Request] = []
-        limit = self.config.max_num_batched_tokens
-        for request in list(self.running):
-            num_tokens = len(request.token_ids)
-            if num_tokens - request.num_computed_tokens != 1:
-                others.append(request)
-            elif request.status is not RUNNING or len(decodes) + len(prefills) >= limit:
-                continue
-            elif num_tokens <= request.num_slots or self._allocate_or_preempt(request, 1, batch):
-                if num_tokens > request.num_prompt_tokens:
-                    decodes.append(request)
+    def _schedule_ahead(self) -> StepInput | None:
+        """The step after one in flight in which every running request gets a bare token, that nobody knows
+        yet. What is known to end there by its length is left out; what ends otherwise is found when the
+        results are read. Nothing is admitted or preempted."""
+        if not self._can_go_on or (self.waiting and self._may_admit):
+            return None
+        batch, rows = self.batch, self._rows
+        num_tokens = batch.num_tokens[rows] + 1
+        goes_on = num_tokens < batch.max_num_tokens[rows]
+        if not goes_on.all():
+            rows, num_tokens = rows[goes_on], num_tokens[goes_on]
+        if not len(rows) or not self._allocate_missing(rows, num_tokens):
+            return None
+        step = StepInput(batch, rows, num_tokens - 1, token_ids=None)
+        self._in_flight.append(step)
+        return step
+
+    def _allocate_missing(self, rows: IntArray, num_tokens: IntArray) -> bool:
+        """Slots for so many tokens in each of the rows, where there are not. Of all or of none."""
+        lacking = num_tokens > self.batch.num_blocks[rows] * self.kv.block_size
+        if not lacking.any():
+            return True
+        return self.kv.allocate_slots(rows[lacking], num_tokens[lacking])
+
+    def _schedule_decodes(self, step: ScheduledStep) -> list[Request]:
+        """Schedules every request with one uncomputed token; the others are returned."""
+        batch, rows = self.batch, self._rows
+        num_tokens = batch.num_tokens[rows]
+        has_one_left = num_tokens - batch.num_computed_tokens[rows] == 1
+        chosen, others = self.running, list[Request]()
+        if not has_one_left.all() or len(rows) > self.config.max_num_batched_tokens:
+            others = [self.running[index] for index in np.flatnonzero(~has_one_left)]
+            indices = np.flatnonzero(has_one_left)[: self.config.max_num_batched_tokens]
+            chosen, rows, num_tokens = (
+                [self.running[index] for index in indices],
+                rows[indices],
+                num_tokens[indices],
+            )
+        if not self._allocate_missing(rows, num_tokens):
+            for request in list(chosen):
+                if request.status is RUNNING:  # else it was preempted for one before it
+                    self._allocate_or_preempt(request, 1, step)
+            chosen = [request for request in chosen if request.status is RUNNING]
+            rows = _rows_of(chosen)
+        has_output = batch.num_tokens[rows] > batch.num_prompt_tokens[rows]
+        if has_output.all():
+            step.decodes += chosen
+        else:
+            for request, decodes in zip(chosen, has_output.tolist(), strict=True):
+                if decodes:
+                    step.decodes.append(request)
                 else:
-                    prefills.append(ScheduledChunk(request, 1))
+                    step.prefills.append(ScheduledChunk(request, 1))
         return others
 
-    def _begin_blocks(self, group: DecodeGroup, batch: ScheduledBatch) -> None:
-        wanting = [request for request in group.begins_block if len(request.token_ids) > request.num_slots]
-        if wanting and not self.kv.allocate_one_each(wanting):
-            for request in wanting:
-                if request.status is RUNNING:  # else it was preempted for one before it
-                    self._allocate_or_preempt(request, 1, batch)
-
-    def _schedule_prefills(self, batch: ScheduledBatch, prefills: list[Request], budget: int) -> int:
+    def _schedule_prefills(self, step: ScheduledStep, prefills: list[Request], budget: int) -> int:
         used = 0
         for request in prefills:
             if used >= budget:
@@ -174,42 +212,49 @@ class Scheduler:
             if request.status is not RUNNING:
                 continue
             others = bool(self.waiting) or request is not self.running[-1]
-            chunk = self._chunk(request, budget - used, others)
-            if self._allocate_or_preempt(request, chunk, batch):
-                batch.prefills.append(ScheduledChunk(request, chunk))
-                used += chunk
+            count = self._chunk_size(self._num_left(request), budget - used, others)
+            if self._allocate_or_preempt(request, count, step):
+                step.prefills.append(ScheduledChunk(request, count))
+                used += count
         return used
 
-    def _chunk(self, request: Request, budget: int, others: bool) -> int:
+    def _num_left(self, request: Request) -> int:
+        """Tokens of a running request whose keys and values are not in the cache."""
+        return request.num_tokens - int(self.batch.num_computed_tokens[request.row])
+
+    def _chunk_size(self, num_left: int, budget: int, others: bool) -> int:
         """Tokens of a prefill to run: half of the budget while others want some of it too, so that short ones
         get through."""
         if others:
             budget = min(budget, max(self.kv.block_size, budget // 2))
-        return min(request.num_uncomputed_tokens, budget)
+        return min(num_left, budget)
 
-    def _allocate_or_preempt(self, request: Request, num_tokens: int, batch: ScheduledBatch) -> bool:
+    def _allocate(self, request: Request, num_new_tokens: int) -> bool:
+        rows = np.array([request.row])
+        return self.kv.allocate_slots(rows, self.batch.num_computed_tokens[rows] + num_new_tokens)
+
+    def _allocate_or_preempt(self, request: Request, num_tokens: int, step: ScheduledStep) -> bool:
         """Allocate, preempting from the tail while the global pool is dry. False when the request itself had
         to go."""
-        while not self.kv.allocate(request, num_tokens):
+        while not self._allocate(request, num_tokens):
             victim = max(reversed(self.running), key=_priority)  # the first of equals: the last admitted
             self._preempt(victim)
-            batch.num_preempted += 1
-            batch.drop(victim)
+            step.num_preempted += 1
+            step.drop(victim)
             if victim is request:
                 return False
         return True
 
     def _preempt(self, request: Request) -> None:
-        self.running.remove(request)
-        self.kv.free(request)
-        request.num_computed_tokens = 0
+        self._leave(request)
+        self._free(request)
         request.hidden_sum = None
         request.status = RequestStatus.PREEMPTED
         request.timings.num_preemptions += 1
         self.waiting.insert(bisect_left(self.waiting, request.spec.priority, key=_priority), request)
         self.stats.preemptions_total += 1
 
-    def _schedule_waiting(self, batch: ScheduledBatch, budget: int) -> int:
+    def _schedule_waiting(self, step: ScheduledStep, budget: int) -> int:
         used, num_pending = 0, 0
         for request in list(self.waiting):
             if len(self.running) >= self.config.max_num_seqs:
@@ -220,31 +265,27 @@ class Scheduler:
             if self.kv.still_waits(request):
                 num_pending += 1
                 continue
-            hit = self.kv.find_hit(request)
+            hit = self.kv.get_computed_blocks(request)
             if hit.pending:
                 num_pending += 1
                 # a running request computes the next block of this very prefix: wait for it, compute it once
                 continue
-            request.num_computed_tokens = hit.num_tokens
-            chunk = self._chunk(request, budget - used, others=request is not self.waiting[-1])
-            target = hit.num_tokens + chunk if self.config.over_admission else request.num_tokens
+            num_left = request.num_tokens - hit.num_tokens
+            count = self._chunk_size(num_left, budget - used, others=request is not self.waiting[-1])
+            target = hit.num_tokens + count if self.config.over_admission else request.num_tokens
             if not self._fits(self.kv.num_blocks_to_admit(hit, target)):
-                request.num_computed_tokens = 0
                 self._may_admit = num_pending > 0
                 break
-            self.waiting.remove(request)
-            self.running.append(request)
-            self.kv.admit(request, hit)
-            allocated = self.kv.allocate(request, chunk)
+            self._admit(request, hit)
+            allocated = self._allocate(request, count)
             assert allocated, "admission counted too few blocks"
-            self._count_admission(request, hit.num_tokens, hit.limited_by)
-            if _decodes(request):
-                batch.append_decode(
+            if request.num_output_tokens > 0 and num_left == 1:
+                step.decodes.append(
                     request
                 )  # it was preempted, and finds all but its last token in the prefix cache
             else:
-                batch.prefills.append(ScheduledChunk(request, chunk))
-            used += chunk
+                step.prefills.append(ScheduledChunk(request, count))
+            used += count
         return used
 
     def _fits(self, num_blocks: int) -> bool:
@@ -256,131 +297,195 @@ class Scheduler:
         outstanding = sum(self.kv.num_blocks_outstanding(request) for request in self.running)
         return num_blocks + outstanding + self._watermark + len(self.running) <= free
 
-    def _count_admission(self, request: Request, num_hit_tokens: int, limited_by: str | None) -> None:
+    def _admit(self, request: Request, hit: PrefixHit) -> None:
+        """Move a request from the waiting to the running, with a row and what the cache has of it."""
+        self.waiting.remove(request)
+        request.row = self.batch.add(
+            request.token_ids,
+            request.num_prompt_tokens,
+            request.sampling,
+            grammar=request.grammar,
+            max_num_tokens=request.max_num_tokens,
+            num_computed_tokens=hit.num_tokens,
+        )
+        self._request_of[request.row] = request
+        self.running.append(request)
+        self._running_rows = None
+        self._stop_tokens[request.ending_ids] += 1
+        self.kv.admit(request, hit)
         request.status = RequestStatus.RUNNING
         if not request.admitted:
             request.admitted = True
-            request.num_cached_tokens = num_hit_tokens
+            request.num_cached_tokens = hit.num_tokens
             request.timings.first_scheduled = self.clock()
         if self.kv.prefix_caching:
             self.stats.prefix_queried_tokens_total += request.num_tokens
-            self.stats.prefix_hit_tokens_total += num_hit_tokens
-            if limited_by is not None:
-                self.stats.prefix_limited_total[limited_by] += 1
+            self.stats.prefix_hit_tokens_total += hit.num_tokens
+            if hit.limited_by is not None:
+                self.stats.prefix_limited_total[hit.limited_by] += 1
 
-    def _extend_prefills(self, batch: ScheduledBatch, budget: int) -> None:
+    def _extend_prefills(self, step: ScheduledStep, budget: int) -> None:
         """Give what is left of the budget to the prefills already chosen, in their order."""
-        for chunk in batch.prefills:
-            more = min(budget, chunk.request.num_uncomputed_tokens - chunk.num_tokens)
-            if more > 0 and self.kv.allocate(chunk.request, chunk.num_tokens + more):
+        for chunk in step.prefills:
+            more = min(budget, self._num_left(chunk.request) - chunk.num_tokens)
+            if more > 0 and self._allocate(chunk.request, chunk.num_tokens + more):
                 chunk.num_tokens += more
                 budget -= more
 
-    def update(self, batch: ScheduledBatch, results: Sequence[ChunkResult]) -> Sequence[RequestEvent]:
-        """Take a step's results, first the decodes': advance, publish and recycle, append sampled tokens,
+    def give_up(self, step: StepInput) -> None:
+        """The step given out last is not run after all; the next one computes the same."""
+        assert self._in_flight[-1] is step
+        self._in_flight.pop()
+
+    # -- update ----------------------------------------------------------------------------------------------
+
+    def update(self, result: StepResult) -> StepOutputs:
+        """Take the results of the oldest step in flight: advance, publish and recycle, append sampled tokens,
         finish what is done."""
-        self._release_held()
-        of_decodes = self._update_decodes(batch, results)
-        if not batch.prefills:
-            return of_decodes
-        events = list(of_decodes)
-        for chunk, result in zip(batch.prefills, results[len(batch.decodes) :], strict=True):
-            request = chunk.request
-            if request.status is not RUNNING:
-                continue
-            position = request.num_computed_tokens
-            samples = chunk.samples
-            self.stats.prefill_tokens_total += chunk.num_tokens
-            request.num_computed_tokens += chunk.num_tokens
-            if result.error is not None:
-                events.append(self._fail(request, result.error))
-                continue
-            self.kv.commit(request)
-            if result.hidden_sum is not None:
-                request.hidden_sum = (
-                    result.hidden_sum
-                    if request.hidden_sum is None
-                    else request.hidden_sum + result.hidden_sum
-                )
-            # Positions recomputed after a preemption yield log-probabilities that are already there.
-            request.prompt_logprobs.extend(
-                result.prompt_logprobs[max(0, len(request.prompt_logprobs) - position) :]
-            )
-            if samples or request.num_uncomputed_tokens == 0:
-                events.append(self._append(request, result))
-        return events
-
-    def _release_held(self) -> None:
+        step = self._in_flight.popleft()
         for request in self._held:
-            self.kv.free(request)
+            self._free(request)
         self._held = []
-
-    def _update_decodes(
-        self, batch: ScheduledBatch, results: Sequence[ChunkResult]
-    ) -> Sequence[RequestEvent]:
-        if isinstance(results, SampledTokens):
-            requests, token_ids = batch.decodes, results.token_ids
-            if len(requests) > len(self.running):  # some have ended since the step was launched
-                going_on = [index for index, request in enumerate(requests) if request.status is RUNNING]
-                requests, token_ids = [requests[i] for i in going_on], [token_ids[i] for i in going_on]
-            if requests and len(requests) == len(self.running):
-                return self._update_group(requests, token_ids)
-        self._group = None
-        # One that does not run has ended while the step ran.
-        each = zip(batch.decodes, results, strict=False)
-        return [self._update_decode(request, result) for request, result in each if request.status is RUNNING]
-
-    def _update_group(self, requests: list[Request], token_ids: list[int]) -> Sequence[RequestEvent]:
-        """``_update_decode`` of each. Hundreds of them get their next token in each step, and nothing else is
-        to be done."""
-        group = self._group
-        if group is None or group.requests != requests:
-            group = self._group = DecodeGroup(requests, self.kv.block_size)
-        if not group.goes_on(token_ids):
-            self._group = None
-            each = zip(requests, token_ids, strict=True)
-            return [self._update_decode(request, sampled(token_id)) for request, token_id in each]
-        outputs = group.advance(token_ids)
-        self.kv.commit_each(group.begins_block)
+        outputs = self._update_decodes(step, result)
+        for index, chunk in enumerate(step.prefills, len(step.decodes)):
+            owner = self._request_of[chunk.row]
+            if owner is not None:
+                self._update_prefill(owner, chunk, result[index], outputs)
         return outputs
 
-    def _update_decode(self, request: Request, result: ChunkResult) -> RequestEvent:
-        request.num_computed_tokens += 1
+    def _update_decodes(self, step: StepInput, result: StepResult) -> StepOutputs:
+        """Arrays, but for requests that end or ask for more than their token."""
+        rows, starts = step.decodes, step.starts
+        token_ids = result.token_ids[: len(rows)]
+        others = result.others
+        if rows is self._running_rows:  # as in most steps
+            requests = self.running.copy()
+        else:
+            owners = [self._request_of[row] for row in rows.tolist()]
+            requests = [owner for owner in owners if owner is not None]
+            if len(requests) < len(owners):  # some have ended since the step was given out
+                alive = [index for index, owner in enumerate(owners) if owner is not None]
+                rows, starts = rows[alive], starts[alive]
+                others = {new: others[old] for new, old in enumerate(alive) if old in others}
+                token_ids = [token_ids[index] for index in alive]
+        outputs = StepOutputs(requests, token_ids)
+        special = {index for index in others if index < len(rows)}
+        special.update(np.flatnonzero(starts + 2 >= self.batch.max_num_tokens[rows]).tolist())
+        if not all(ids.isdisjoint(token_ids) for ids in self._stop_tokens):
+            special.update(i for i, r in enumerate(requests) if token_ids[i] in r.ending_ids)
+        if not special:
+            self._advance(requests, token_ids, rows, starts)
+            return outputs
+        bare = [index for index in range(len(rows)) if index not in special]
+        self._advance([requests[i] for i in bare], [token_ids[i] for i in bare], rows[bare], starts[bare])
+        each = StepResult(token_ids, others)
+        for index in sorted(special):
+            outputs.set_event(index, self._update_decode(requests[index], each[index]))
+        return outputs
+
+    def _advance(
+        self, requests: list[Request], token_ids: list[int], rows: IntArray, starts: IntArray
+    ) -> None:
+        """The token at its start is computed, and each of the requests gets one more."""
+        batch = self.batch
+        num_computed = starts + 1
+        batch.num_computed_tokens[rows] = num_computed
+        batch.num_tokens[rows] = num_computed + 1
+        batch.last_token_ids[rows] = token_ids
+        for request, token_id in zip(requests, token_ids, strict=True):
+            request.token_ids.append(token_id)
+        full = np.flatnonzero(num_computed % self.kv.block_size == 0).tolist()
+        if full:
+            self.kv.cache_full_blocks([requests[index] for index in full], num_computed[full].tolist())
+
+    def _update_decode(self, request: Request, result: ChunkResult) -> TokenOutput | RequestFailedError:
+        num_computed = self._count_computed(request, 1)
         if result.error is not None:
             return self._fail(request, result.error)
-        if request.num_computed_tokens % self.kv.block_size == 0:
-            self.kv.commit(request)
+        if num_computed % self.kv.block_size == 0:
+            self.kv.cache_full_blocks([request], [num_computed])
         return self._append(request, result)
 
-    def _fail(self, request: Request, error: str) -> RequestEvent:
-        self.stats.numerical_faults_total += error == NOT_FINITE
-        self._finish(request)
-        return request, RequestFailedError(error)
+    def _update_prefill(
+        self, request: Request, chunk: SequenceChunk, result: ChunkResult, outputs: StepOutputs
+    ) -> None:
+        self.stats.prefill_tokens_total += len(chunk.token_ids)
+        num_computed = self._count_computed(request, len(chunk.token_ids))
+        if result.error is not None:
+            outputs.add(request, self._fail(request, result.error))
+            return
+        self.kv.cache_full_blocks([request], [num_computed])
+        if result.hidden_sum is not None:
+            request.hidden_sum = (
+                result.hidden_sum if request.hidden_sum is None else request.hidden_sum + result.hidden_sum
+            )
+        # Positions recomputed after a preemption yield log-probabilities that are already there.
+        request.prompt_logprobs.extend(
+            result.prompt_logprobs[max(0, len(request.prompt_logprobs) - chunk.start) :]
+        )
+        if chunk.samples or num_computed == request.num_tokens:
+            outputs.add(request, self._append(request, result))
 
-    def _append(self, request: Request, result: ChunkResult) -> RequestEvent:
+    def _count_computed(self, request: Request, count: int) -> int:
+        num_computed = int(self.batch.num_computed_tokens[request.row]) + count
+        self.batch.num_computed_tokens[request.row] = num_computed
+        return num_computed
+
+    def _append(self, request: Request, result: ChunkResult) -> TokenOutput:
         output = append_result(request, result, self.clock)
+        self.batch.num_tokens[request.row] = request.num_tokens
+        self.batch.last_token_ids[request.row] = request.token_ids[-1]
         if output.finish_reason is not None:
             self._finish(request)
-        return request, output
+        return output
+
+    def _fail(self, request: Request, error: str) -> RequestFailedError:
+        self.stats.numerical_faults_total += error == NOT_FINITE
+        self._finish(request)
+        return RequestFailedError(error)
+
+    # -- the end of a request --------------------------------------------------------------------------------
 
     def _finish(self, request: Request) -> None:
-        self.running.remove(request)
-        if self.ahead is not None and request in self.ahead.decodes:
-            self._held.append(request)
-        else:
-            self.kv.free(request)
-        self._may_admit = True
+        self._leave(request)
         request.status = RequestStatus.FINISHED
         request.timings.finished = self.clock()
+        del self.requests[request.request_id]
+        if any((step.decodes == request.row).any() for step in self._in_flight):
+            self._held.append(request)
+        else:
+            self._free(request)
 
-    def abort(self, request: Request) -> None:
-        """End a request in whatever state it is. Idempotent."""
-        if request.status is RUNNING:
-            self._finish(request)
-        elif request.status is not RequestStatus.FINISHED:
-            self.waiting.remove(request)
-            self._may_admit = True
-            request.status = RequestStatus.FINISHED
+    def _leave(self, request: Request) -> None:
+        """Take a request off the running ones."""
+        self.running.remove(request)
+        self._running_rows = None
+        self._stop_tokens[request.ending_ids] -= 1
+        if not self._stop_tokens[request.ending_ids]:
+            del self._stop_tokens[request.ending_ids]
+        self._may_admit = True
+
+    def _free(self, request: Request) -> None:
+        self._request_of[request.row] = None
+        self.kv.free(request)
+        if request.status is RequestStatus.FINISHED:
+            self.kv.forget(request)
+
+    def _end_waiting(self, request: Request) -> None:
+        self.waiting.remove(request)
+        self._may_admit = True
+        request.status = RequestStatus.FINISHED
+        del self.requests[request.request_id]
+        self.kv.forget(request)
+
+    # -- books -----------------------------------------------------------------------------------------------
+
+    @property
+    def _rows(self) -> IntArray:
+        """Of the running requests, in order of admission. The same array until one comes or goes."""
+        if self._running_rows is None:
+            self._running_rows = _rows_of(self.running)
+        return self._running_rows
 
     def write_stats(self) -> None:
         """Refresh the gauges of ``stats``."""
@@ -393,19 +498,31 @@ class Scheduler:
         """Assert that nothing is held while nothing runs. Quick whatever the size of the pools: it delays an
         answer's end."""
         assert not self.has_work
-        assert not self.kv.tables, "block tables are left while nothing runs"
+        assert not self.requests
+        assert not self.kv.num_known, "the cache remembers requests that have ended"
         self.kv.check_idle()
 
     def check_invariants(self) -> None:
-        assert set(self.kv.tables) == {request.request_id for request in (*self.running, *self._held)}
-        assert self.ahead is not None or not self._held, "blocks are held for a step that does not run"
+        batch, block_size = self.batch, self.kv.block_size
+        assert self._in_flight or not self._held, "blocks are held for a step that does not run"
         assert not {id(r) for r in self.waiting} & {id(r) for r in self.running}
+        assert [r.row for r in self.running] == self._rows.tolist()
+        assert +self._stop_tokens == Counter(r.ending_ids for r in self.running)
         for request in self.running:
-            tables = self.kv.tables[request.request_id]
-            first = self.kv.spec.first_local_block(request.num_computed_tokens)
-            assert tables.num_recycled >= first, "a block outside the window is still held"
-            assert len(tables.global_blocks) * self.kv.block_size >= request.num_computed_tokens
-            assert request.num_slots == len(tables.global_blocks) * self.kv.block_size
-        if self._group is not None and len(self._group.requests) == len(self.running):
-            self._group.check(self.kv.block_size)
-        self.kv.check_invariants()
+            row = request.row
+            assert self._request_of[row] is request
+            assert batch.token_ids[row] is request.token_ids
+            assert (batch.num_tokens[row], batch.last_token_ids[row]) == (
+                request.num_tokens,
+                request.token_ids[-1],
+            )
+            num_computed = int(batch.num_computed_tokens[row])
+            assert num_computed < request.num_tokens
+            first = self.kv.spec.first_local_block(num_computed)
+            assert self.kv.window.first_kept[row] >= first, "a block outside the window is still held"
+            assert batch.num_blocks[row] * block_size >= num_computed
+        self.kv.check_invariants([*self.running, *self._held])
+
+
+def _rows_of(requests: Sequence[Request]) -> IntArray:
+    return np.array([request.row for request in requests], dtype=np.int64)

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from model.interface.kv_cache_spec import KVCachePlan
-from model.interface.sampling_params import SamplingParams
-from model.interface.sequence_chunk import SequenceChunk
+from model.interface.sequence_chunk import StepInput
 from tests.http.cache.tiny_server import TOLERANCE, ask, at_once, ids, is_empty, tiny_server
 from tests.http.live_server import LiveServer
 from tests.tiny import tiny_runner
@@ -26,8 +25,8 @@ def direct(token_ids: list[int]) -> list[float]:
     num_blocks = -(-len(token_ids) // 16)
     runner = tiny_runner(KVCachePlan(num_blocks + 1, num_blocks + 1, 0, 0, num_blocks * 16))
     table = list(range(1, num_blocks + 1))
-    chunk = SequenceChunk(token_ids, 0, table, table, SamplingParams(max_tokens=0), samples=False)
-    mean = runner.hidden_states([chunk]).mean(0).double().numpy()
+    step = StepInput.of_prompt(token_ids, table)
+    mean = runner.hidden_states(step).mean(0).double().numpy()
     values: list[float] = (mean / np.linalg.norm(mean)).tolist()
     return values
 

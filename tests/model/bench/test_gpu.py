@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from model.bench import gpu as bench_gpu
-from model.bench.contexts import decode_chunks, plan_for
+from model.bench.contexts import decode_step, plan_for
 from model.bench.gpu import BENCHED, TINY, Bench, Card, main, prefill_work, random_runner
 from model.bench.step import decode_work
 from model.config.gemma3_config import SIZES
 from model.interface.kv_cache_spec import KVCachePlan
+from model.interface.running_batch import GLOBAL, LOCAL
 from model.interface.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -85,11 +86,11 @@ def test_a_setting_that_does_not_work_ends_with_one_line(capsys: pytest.CaptureF
 def test_the_cache_of_a_decode_step_is_exactly_what_its_blocks_need() -> None:
     runner = random_runner(TINY, CPU, torch.float32, "none")
     for num_seqs, context in ((1, 1), (2, 64), (3, 65), (2, 333)):
-        chunks = decode_chunks(runner, num_seqs, context, SamplingParams(max_tokens=1))
+        batch = decode_step(runner, num_seqs, context, SamplingParams(max_tokens=1)).batch
         plan = plan_for(runner.spec, num_seqs, context)
         for blocks, tables in (
-            (plan.num_global_blocks, [chunk.global_block_table for chunk in chunks]),
-            (plan.num_local_blocks, [chunk.local_block_table for chunk in chunks]),
+            (plan.num_global_blocks, batch.blocks[GLOBAL].tolist()),
+            (plan.num_local_blocks, batch.blocks[LOCAL].tolist()),
         ):
             used = [block for table in tables for block in table if block]
             assert sorted(used) == list(range(1, blocks))

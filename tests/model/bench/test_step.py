@@ -9,7 +9,7 @@ from model.bench.contexts import Decodes, plan_for, write_text
 from model.bench.step import main
 from model.execution.runner import ModelRunner
 from model.interface.sampling_params import SamplingParams
-from model.interface.sequence_chunk import SequenceChunk
+from model.interface.sequence_chunk import StepInput
 from tests.model.ops.cpu.harness import needs_kernels
 from tests.tiny import WINDOW, tiny_config, tiny_runner, write_tiny_folder
 
@@ -26,8 +26,7 @@ def continuation(runner: ModelRunner, text: list[int]) -> list[int]:
     plan = plan_for(runner.spec, 1, len(text))
     runner.allocate_cache(plan)
     table = list(range(1, plan.num_global_blocks))
-    (result,) = runner.run([SequenceChunk(text, 0, table, table, GREEDY, samples=True)])
-    return result.token_ids
+    return runner.run(StepInput.of_prompt(text, table, GREEDY, samples=True)).token_ids
 
 
 @pytest.mark.parametrize("context", [1, 2, 16, 17, 40, WINDOW])
@@ -37,7 +36,7 @@ def test_every_sequence_goes_on_with_the_text(runner: ModelRunner, context: int)
     expected = continuation(runner, text)
     decodes = Decodes(runner, 3, context, GREEDY, text)
     for _ in range(3):
-        assert [result.token_ids for result in decodes.run()] == [expected] * 3
+        assert decodes.run().token_ids == expected * 3
 
 
 def test_contexts_longer_than_the_text_end_with_it(runner: ModelRunner) -> None:
@@ -45,8 +44,8 @@ def test_contexts_longer_than_the_text_end_with_it(runner: ModelRunner) -> None:
     decodes = Decodes(runner, 2, 5 * WINDOW + 3, GREEDY, text)
     assert runner.cache is not None
     written = [int((layer.keys[1:].abs().sum((2, 3)) > 0).sum()) for layer in runner.cache.layers]
-    first, second = decodes.run()
-    assert first.token_ids == second.token_ids
+    first, second = decodes.run().token_ids
+    assert first == second
     assert all(2 * (WINDOW - 16) <= count <= 2 * (WINDOW - 1) for count in written)
 
 

@@ -13,7 +13,8 @@ from model.execution.device_memory import MemoryProfile, largest_steps, profile_
 from model.execution.out_of_memory import remedy
 from model.execution.runner import ModelRunner
 from model.interface.errors import ConfigError
-from model.interface.sequence_chunk import ChunkResult, SequenceChunk, StepMemoryError
+from model.interface.running_batch import RunningBatch
+from model.interface.sequence_chunk import ChunkResult, StepInput, StepMemoryError, StepResult
 from model.network.gemma3 import Gemma3
 from model.ops.reference import ReferenceOps
 from model.ops.select import select_ops
@@ -21,6 +22,7 @@ from server.loading.load import cache_budget, captures_graphs
 from server.settings.settings import Settings
 from tests.model.graphs import RerunDevice
 from tests.model.tiny_models import random_model
+from tests.steps import sequences_of
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -67,27 +69,23 @@ class StubMemory:
 class Steps:
     """Runs the runner's steps, and lets each take memory as a device would."""
 
-    def __init__(
-        self, runner: ModelRunner, memory: StubMemory, taken: Callable[[list[SequenceChunk]], int]
-    ) -> None:
-        self.ran: list[list[SequenceChunk]] = []
+    def __init__(self, runner: ModelRunner, memory: StubMemory, taken: Callable[[StepInput], int]) -> None:
         self.results: list[ChunkResult] = []
         run = runner.run
 
-        def counted(chunks: list[SequenceChunk]) -> list[ChunkResult]:
-            self.ran.append(chunks)
-            memory.highest = max(memory.highest, memory.in_tensors + taken(chunks))
-            memory.kept += taken(chunks)  # until it is released
-            results = run(chunks)
-            self.results += results
-            return results
+        def counted(step: StepInput) -> StepResult:
+            memory.highest = max(memory.highest, memory.in_tensors + taken(step))
+            memory.kept += taken(step)  # until it is released
+            result = run(step)
+            self.results += result.all()
+            return result
 
         runner.run = counted  # type: ignore[method-assign, assignment]  # of this one object
 
 
 def test_weights_activations_and_what_else_is_there(model: Gemma3) -> None:
     runner, memory = make_runner(model), StubMemory()
-    steps = Steps(runner, memory, lambda chunks: 2 * MIB * sum(len(chunk.token_ids) for chunk in chunks))
+    steps = Steps(runner, memory, lambda step: 2 * MIB * step.num_tokens)
     profile = profile_memory(runner, memory, None, **LIMITS)
     assert profile == MemoryProfile(
         total=1000 * MIB, weights=100 * MIB, activations=96 * MIB, graphs=0, other=30 * MIB
@@ -99,7 +97,7 @@ def test_weights_activations_and_what_else_is_there(model: Gemma3) -> None:
 
 def test_the_largest_steps_are_what_the_settings_allow(model: Gemma3) -> None:
     runner = make_runner(model)
-    mixed, decodes = largest_steps(runner, **LIMITS)
+    mixed, decodes = (sequences_of(step) for step in largest_steps(runner, **LIMITS))
     assert sum(len(chunk.token_ids) for chunk in mixed) == 48
     assert len(mixed) == len(decodes) == 20
     for chunk in (*mixed, *decodes):
@@ -107,9 +105,11 @@ def test_the_largest_steps_are_what_the_settings_allow(model: Gemma3) -> None:
         assert chunk.start + len(chunk.token_ids) == 200
         first = max(0, chunk.start - 63) // 8
         assert chunk.local_block_table == [0] * first + [1] * (25 - first)
-    (alone,), _ = largest_steps(runner, max_num_batched_tokens=512, max_num_seqs=1, max_model_len=100)
+    step, _ = largest_steps(runner, max_num_batched_tokens=512, max_num_seqs=1, max_model_len=100)
+    (alone,) = step.prefills
     assert len(alone.token_ids) == 100
-    short, _ = largest_steps(runner, max_num_batched_tokens=512, max_num_seqs=20, max_model_len=100)
+    step, _ = largest_steps(runner, max_num_batched_tokens=512, max_num_seqs=20, max_model_len=100)
+    short = step.prefills
     assert [len(chunk.token_ids) for chunk in short] == [100] * 4 + [97] + [1] * 15, (
         "one sequence does not fill a step"
     )
@@ -151,7 +151,7 @@ def test_nothing_left_is_an_error_that_names_the_settings() -> None:
 def test_a_step_that_does_not_fit_names_the_settings(model: Gemma3) -> None:
     runner = make_runner(model)
 
-    def run(chunks: list[SequenceChunk]) -> list[ChunkResult]:
+    def run(step: StepInput) -> StepResult:
         raise StepMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     runner.run = run  # type: ignore[method-assign, assignment]
@@ -250,4 +250,4 @@ def test_a_real_device_has_room_for_what_the_profile_leaves() -> None:
         )
     )
     runner.capture_graphs((8, 16), 200)
-    assert runner.run([]) == []
+    assert len(runner.run(StepInput(RunningBatch(1, 1)))) == 0

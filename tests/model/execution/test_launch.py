@@ -2,25 +2,30 @@
 those of ``run``."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model.bench.stub_device import stub_runner
-from model.execution.runner import ModelRunner
+from model.execution import runner as runner_module
+from model.execution.device_batch import DeviceBatch
+from model.interface.kv_cache_spec import KVCacheSpec
+from model.interface.running_batch import RunningBatch
 from model.interface.sampling_params import SamplingParams
-from model.interface.sequence_chunk import NOT_FINITE, DecodeChunks, SequenceChunk
-from model.network.forward_batch import ForwardBatch
+from model.interface.sequence_chunk import NOT_FINITE, ChunkResult, SequenceChunk, StepInput, StepResult
+from model.network.forward_batch import ForwardBatch, forward_batch
 from model.network.gemma3 import Gemma3
 from model.network.pending_step import PendingStep
 from model.ops.reference import ReferenceOps
 from server.bench.engine_overhead import decoding_core
-from tests.model.harness import GREEDY, Harness, TestSequence
+from tests.model.graphs import LiveHarness
+from tests.model.harness import GREEDY, TestSequence
 from tests.model.tiny_models import CONFIG, random_model, random_prompt, random_tensors
 
 SAMPLED = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, seed=3)
@@ -96,12 +101,14 @@ def model() -> Gemma3:
     return random_model()
 
 
-def prefilled(model: Gemma3, settings: list[SamplingParams]) -> tuple[Harness, list[SequenceChunk]]:
-    """Sequences whose next step is a decode."""
-    harness = Harness(model, model.ops, block_size=16, num_tokens=400, num_seqs=len(settings))
+def prefilled(
+    model: Gemma3, settings: list[SamplingParams]
+) -> tuple[LiveHarness, StepInput, list[TestSequence]]:
+    """Sequences whose next step, which is given, is a decode."""
+    harness = LiveHarness(model, model.ops, block_size=16, num_tokens=400, num_seqs=len(settings))
     sequences = [TestSequence(random_prompt(20 + i, seed=i), sampling) for i, sampling in enumerate(settings)]
     harness.run([(sequence, len(sequence.tokens) - 1) for sequence in sequences])
-    return harness, [harness.chunk(sequence, 1) for sequence in sequences]
+    return harness, harness.step_of([harness.chunk(sequence, 1) for sequence in sequences]), sequences
 
 
 @pytest.mark.parametrize(
@@ -110,23 +117,27 @@ def prefilled(model: Gemma3, settings: list[SamplingParams]) -> tuple[Harness, l
 def test_nothing_that_the_device_computes_is_waited_for_before_the_results(
     model: Gemma3, settings: list[SamplingParams], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    harness, chunks = prefilled(model, settings)
-    expected = harness.runner.run(chunks)
+    harness, step, _ = prefilled(model, settings)
+    expected = harness.runner.run(step)
     # What the network itself does on a device is its backend's business; here it has been done before.
-    computed = harness.runner._forward(chunks)
-    monkeypatch.setattr(harness.runner, "_forward", lambda _: computed)
+    computed = harness.runner.hidden_states(step)
+    monkeypatch.setattr(harness.runner, "_forward", lambda *_: computed)
     harness.runner.sampler.may_wait = False
     with refusing_to_wait(harness.runner.ops):
-        pending = harness.runner.launch(chunks)
-    assert list(pending.results()) == list(expected)
+        pending = harness.runner.launch(step)
+    assert pending.results() == expected
 
 
-def test_the_batch_of_a_decode_step_is_laid_out_without_waiting() -> None:
-    core = decoding_core(stub_runner(), stub_runner().spec, [33] * 5, temperature=1.0)
-    chunks = core._chunks(core.scheduler.schedule())
-    assert isinstance(chunks, DecodeChunks)
+@pytest.mark.parametrize("mirrors_tables", [False, True])
+def test_the_batch_of_a_decode_step_is_laid_out_without_waiting(mirrors_tables: bool) -> None:
+    runner = stub_runner()
+    runner.mirrors_tables = mirrors_tables
+    core = decoding_core(runner, runner.spec, [33] * 5, temperature=1.0)
+    step = core.scheduler.schedule()
+    assert step is not None
+    assert len(step.decodes) == 5
     with refusing_to_wait():
-        pending = stub_runner().launch(chunks)
+        pending = runner.launch(step)
     assert len(pending.results()) == 5
 
 
@@ -138,101 +149,124 @@ def test_a_step_that_takes_the_tokens_of_the_last_one_is_launched_without_waitin
         core.step()
     if subset:
         core.abort("2")
-    before = core._ahead
-    assert before is not None
+    assert core._launched
     with refusing_to_wait():
-        after = core._launch_ahead(before)
-    assert after is not None
-    assert len(after.batch.decodes) == (4 if subset else 5)
+        step = core.scheduler.schedule()
+        assert step is not None
+        assert step.token_ids is None
+        assert core._run(step)
+    assert len(step.decodes) == (4 if subset else 5)
 
 
 def test_tables_are_kept_on_the_device_while_steps_are_launched_ahead() -> None:
     runner = stub_runner()
+    runner.mirrors_tables = True
     core = decoding_core(runner, runner.spec, [33] * 5, async_scheduling=True)
-    kept = []
+    kept, num_sent = set(), []
     for _ in range(100):
         core.step()
-        tables = core._decode_chunks.scratch["tables"]
-        if not any(tables is other for other in kept):
-            kept.append(tables)
+        assert runner._device_batch is not None
+        assert runner._device_batch._tables is not None
+        kept.add(runner._device_batch._tables.data_ptr())
+        num_sent.append(len(core.scheduler.batch.changes.rows))
     assert len(kept) == 1
-    assert core._ahead is not None
+    assert not any(num_sent), "what a launched step was told is not told again"
+    assert core._launched
 
 
 def test_tokens_go_on_as_they_were_drawn_and_those_that_are_none_do_no_harm() -> None:
-    pending = PendingStep(None, drawn=torch.tensor([7, -1, 9]))
-    assert pending.token_ids(None).tolist() == [7, 0, 9]
-    assert pending.token_ids(torch.tensor([2, 0])).tolist() == [9, 7]
-    results = pending.results()
-    assert [result.token_ids for result in results] == [[7], [], [9]]
+    drawn = torch.tensor([7, -1, 9])
+    on_device = DeviceBatch(RunningBatch(5, 1), torch.device("cpu"), mirrors_tables=False)
+    on_device.keep_tokens(torch.tensor([4, 0, 2]), drawn)
+    assert on_device.last_tokens(torch.tensor([4, 0, 2])).tolist() == [7, 0, 9]
+    assert on_device.last_tokens(torch.tensor([2, 4])).tolist() == [9, 7]
+    results = PendingStep({}, drawn).results()
+    assert [result.token_ids for result in results.all()] == [[7], [], [9]]
     assert results[1].error == NOT_FINITE
 
 
+def test_tokens_and_other_results_stand_where_their_sequences_do() -> None:
+    other = ChunkResult(token_ids=[5])
+    results = PendingStep({1: other}, torch.tensor([7, 9]), np.array([0, 2])).results()
+    assert len(results) == 3
+    assert [result.token_ids for result in results.all()] == [[7], [5], [9]]
+    assert results[1] is other
+    assert PendingStep({0: other}).results().all() == [other]
+
+
 def test_a_step_that_waits_is_noticed(model: Gemma3) -> None:
-    harness, chunks = prefilled(model, [replace(SAMPLED, logprobs=1)])
+    harness, step, _ = prefilled(model, [replace(SAMPLED, logprobs=1)])
     with refusing_to_wait(), pytest.raises(WaitedError):
-        harness.runner.launch(chunks)
+        harness.runner.launch(step)
 
 
 def test_a_row_that_is_not_finite_fails_alone_without_being_waited_for(model: Gemma3) -> None:
-    harness, chunks = prefilled(model, [SAMPLED, GREEDY, TOP_K])
-    expected = harness.runner.run(chunks)
+    harness, step, sequences = prefilled(model, [SAMPLED, GREEDY, TOP_K])
+    expected = harness.runner.run(step)
     harness.runner.sampler.may_wait = False
-    assert list(harness.runner.run(chunks)) == list(expected)
-    harness.cache.layers[0].values[chunks[1].local_block_table[0], 3] = math.inf
-    results = harness.runner.run(chunks)
+    assert harness.runner.run(step) == expected
+    harness.cache.layers[0].values[sequences[1].local_table[0], 3] = math.inf
+    results = harness.runner.run(step)
     assert (results[0], results[2]) == (expected[0], expected[2])
     assert results[1].error == NOT_FINITE
 
 
-def test_the_arrays_of_decodes_give_in_every_step_what_their_chunks_give() -> None:
-    """From the engine's arrays, with tables that are kept and changed from step to step, and from the chunks
-    that these make."""
+def test_rows_that_decode_give_in_every_step_what_chunks_of_a_token_give(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By row, with tables that the device keeps and is told the changes of; and as chunks, over tables that
+    the step brings."""
+    batches: list[ForwardBatch] = []
+
+    def recorded(*arguments: Any) -> ForwardBatch:
+        batches.append(forward_batch(*arguments))
+        return batches[-1]
+
+    monkeypatch.setattr(runner_module, "forward_batch", recorded)
     runner, fresh = stub_runner(), stub_runner()
+    runner.mirrors_tables = True
     core = decoding_core(runner, runner.spec, [5, 40, 17, 33, 900], temperature=1.0)
-    forward = runner._forward
-    steps = []
+    run, num_steps = runner.run, 0
 
-    def checked(chunks: Sequence[SequenceChunk]) -> tuple[ForwardBatch, torch.Tensor]:
-        assert isinstance(chunks, DecodeChunks)
-        batch, hidden = forward(chunks)
-        compare(batch, chunks, fresh)
-        steps.append(id(chunks.scratch["tables"]))
-        return batch, hidden
+    def checked(step: StepInput) -> StepResult:
+        nonlocal num_steps
+        assert len(step.decodes) == 5
+        assert step.token_ids is not None
+        batches.clear()
+        result = run(step)
+        each = zip(step.decodes.tolist(), step.starts.tolist(), step.token_ids.tolist(), strict=True)
+        chunks = [SequenceChunk(row, [token_id], start, samples=True) for row, start, token_id in each]
+        fresh.run(StepInput(step.batch, prefills=chunks))
+        compare(*batches, runner.spec)
+        num_steps += 1
+        return result
 
-    runner._forward = checked  # type: ignore[method-assign]
+    runner.run = checked  # type: ignore[method-assign]
     for _ in range(700):
         core.step()
+    assert num_steps == 700
     assert core.stats.recycled_blocks_total > 40
-    assert 1 < len(set(steps)) < 10, (
-        "tables are copied anew when they have become too narrow, and not in every step"
-    )
 
 
-def compare(from_arrays: ForwardBatch, chunks: DecodeChunks, runner: ModelRunner) -> None:
-    for given in (list(chunks), [replace(chunk, tables=None) for chunk in chunks]):
-        from_chunks, _ = runner._forward(given)
-        assert from_arrays.first_rows == from_chunks.first_rows
-        assert from_arrays.token_ids.equal(from_chunks.token_ids)
-        assert from_arrays.positions.equal(from_chunks.positions)
-        for name in ("global_attention", "local_attention"):
-            one, other = getattr(from_arrays, name), getattr(from_chunks, name)
-            assert (one.query_lens, one.context_lens, one.window) == (
-                other.query_lens,
-                other.context_lens,
-                other.window,
-            )
-            for field in ("query_start", "context_lens_tensor", "slot_mapping"):
-                assert getattr(one, field).equal(getattr(other, field)), field
-            width = other.block_table.shape[1]
-            assert one.block_table[:, :width].equal(other.block_table)
-            assert not one.block_table[:, width:].any()
-            assert one.block_table.is_contiguous()
-    assert (
-        chunks.positions.tolist()
-        == [chunk.position for chunk in chunks]
-        == [len(chunk.output_token_ids) for chunk in chunks]
-    )
+def compare(by_row: ForwardBatch, of_chunks: ForwardBatch, spec: KVCacheSpec) -> None:
+    assert by_row.token_ids.equal(of_chunks.token_ids)
+    assert by_row.positions.equal(of_chunks.positions)
+    for name in ("global_attention", "local_attention"):
+        one, other = getattr(by_row, name), getattr(of_chunks, name)
+        assert (one.query_lens, one.context_lens, one.window) == (
+            other.query_lens,
+            other.context_lens,
+            other.window,
+        )
+        for field in ("query_start", "context_lens_tensor", "slot_mapping"):
+            assert getattr(one, field).equal(getattr(other, field)), field
+        assert one.slot_mapping.is_contiguous()
+        assert one.block_table.stride(1) == other.block_table.stride(1) == 1
+        for row, context in enumerate(one.context_lens):
+            first = 0 if one.window is None else max(0, context - one.window) // spec.block_size
+            visible = slice(first, spec.global_blocks(context))
+            assert one.block_table[row, visible].equal(other.block_table[row, visible])
+            assert one.block_table[row, visible].all(), "no key that is read lies in the null block"
 
 
 @pytest.mark.gpu
@@ -241,13 +275,13 @@ def test_a_cuda_step_is_launched_without_waiting() -> None:
     with torch.inference_mode():
         model = Gemma3(CONFIG, ReferenceOps(torch.device("cuda"), torch.float32), CONFIG.vocab_size)
         model.load_weights(random_tensors(model, 0).items())
-    harness, chunks = prefilled(model, [GREEDY, GREEDY])
-    computed = harness.runner._forward(chunks)
-    expected = harness.runner.run(chunks)
-    harness.runner._forward = lambda _: computed  # type: ignore[method-assign]
+    harness, step, _ = prefilled(model, [GREEDY, GREEDY])
+    computed = harness.runner.hidden_states(step)
+    expected = harness.runner.run(step)
+    harness.runner._forward = lambda *_: computed  # type: ignore[method-assign]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        pending = harness.runner.launch(chunks)
+        pending = harness.runner.launch(step)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert list(pending.results()) == list(expected)
+    assert pending.results() == expected

@@ -12,7 +12,7 @@ from model.execution.runner import ModelRunner, resolve_dtype
 from model.interface.errors import ConfigError
 from model.interface.kv_cache_spec import KVCachePlan
 from model.interface.sampling_params import SamplingParams
-from model.interface.sequence_chunk import SequenceChunk, StepMemoryError
+from model.interface.sequence_chunk import StepInput, StepMemoryError
 from model.network.gemma3 import Gemma3
 from model.ops.reference import ReferenceOps
 from tests.model.harness import GREEDY, Harness, TestSequence, assert_close
@@ -105,9 +105,9 @@ def test_the_time_of_sampling_adds_up_from_after_the_warm_up() -> None:
     runner.allocate_cache(KVCachePlan(20, 20, 0, 0, 76))
     runner.warm_up()
     assert runner.sample_seconds == 0
-    runner.run([SequenceChunk([2], 0, [1], [1], GREEDY, samples=True)])
+    runner.run(StepInput.of_prompt([2], [1], GREEDY, samples=True))
     first = runner.sample_seconds
-    runner.run([SequenceChunk([3], 1, [1], [1], GREEDY, samples=True)])
+    runner.run(StepInput.of_prompt([3], [1], GREEDY, samples=True))
     assert 0 < first < runner.sample_seconds
 
 
@@ -133,7 +133,7 @@ def test_a_cache_too_large_for_the_device_is_a_readable_error(model: Gemma3) -> 
 
 
 def test_an_empty_step_is_allowed(model: Gemma3) -> None:
-    assert Harness(model, model.ops, block_size=16, num_tokens=16).runner.run([]) == []
+    assert Harness(model, model.ops, block_size=16, num_tokens=16).run_chunks([]) == []
 
 
 def test_bfloat16_runs_and_is_close_to_float32() -> None:
@@ -228,7 +228,7 @@ def test_pooled_states_are_those_of_the_whole_prompt(model: Gemma3, chunk_size: 
         chunks[0].pools = True
         if num_steps == 0:
             chunks.append(harness.chunk(neighbour, 30))
-        results = harness.runner.run(chunks)
+        results = harness.run_chunks(chunks)
         harness._advance([(pooled, count), *([(neighbour, 30)] if num_steps == 0 else [])])
         assert all(result.hidden_sum is None for result in results[1:])
         total += torch.from_numpy(results[0].hidden_sum)
@@ -244,7 +244,7 @@ def test_pooled_states_that_are_not_finite_fail_alone(model: Gemma3) -> None:
     chunks = [harness.chunk(sequence, 1) for sequence in sequences]
     for chunk in chunks:
         chunk.pools, chunk.samples = True, False
-    sound, failed = harness.runner.run(chunks)
+    sound, failed = harness.run_chunks(chunks)
     assert sound.error is None
     assert sound.hidden_sum is not None
     assert failed.error is not None
@@ -281,24 +281,24 @@ def test_a_lack_of_memory_is_told_and_the_same_step_can_be_run_again(
     harness = Harness(model, ReferenceOps(CPU, torch.float32), block_size=4, num_tokens=80)
     sequence = TestSequence(random_prompt(20))
     chunk = harness.chunk(sequence, 20)
-    (expected,) = harness.runner.run([chunk])
+    (expected,) = harness.run_chunks([chunk])
 
-    def fail(*args: object) -> None:
+    def fail(*args: object, **options: object) -> None:
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner_module, "build_batch", fail)
+        patch.setattr(runner_module, "lay_out", fail)
         with pytest.raises(StepMemoryError):
-            harness.runner.run([chunk])
-    assert harness.runner.run([chunk]) == [expected]
+            harness.run_chunks([chunk])
+    assert harness.run_chunks([chunk]) == [expected]
 
 
 def test_another_fault_is_no_lack_of_memory(model: Gemma3, monkeypatch: pytest.MonkeyPatch) -> None:
     harness = Harness(model, ReferenceOps(CPU, torch.float32), block_size=4, num_tokens=80)
 
-    def fail(*args: object) -> None:
+    def fail(*args: object, **options: object) -> None:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
-    monkeypatch.setattr(runner_module, "build_batch", fail)
+    monkeypatch.setattr(runner_module, "lay_out", fail)
     with pytest.raises(RuntimeError, match="mat1"):
-        harness.runner.run([harness.chunk(TestSequence(random_prompt(20)), 20)])
+        harness.run_chunks([harness.chunk(TestSequence(random_prompt(20)), 20)])

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from model.interface.kv_cache_spec import KVCacheSpec
+from model.interface.running_batch import RunningBatch
 from model.interface.sampling_params import SamplingParams
-from model.interface.sequence_chunk import SequenceChunk
-from model.network.forward_batch import build_batch
+from model.interface.sequence_chunk import SequenceChunk, StepInput
+from model.network.forward_batch import forward_batch, lay_out
 from model.ops import reference as reference_module
 from model.ops.interface import AttentionMetadata
 from model.ops.reference import ReferenceOps, inverse_cdf
@@ -38,6 +39,7 @@ def attention_case(
     shuffled.shuffle(free)
     k_cache = torch.full((num_blocks, block_size, kv_heads, head_dim), torch.nan)
     v_cache = k_cache.clone()
+    running = RunningBatch(len(lengths), num_blocks)
     chunks, keys, values = [], [], []
     for context, queries in lengths:
         table = [free.pop() for _ in range(-(-context // block_size))]
@@ -47,13 +49,17 @@ def attention_case(
             v_cache[table[position // block_size], position % block_size] = value[position]
         gone = max(0, context - queries - window + 1) // block_size  # recycled from the local table
         local_table = [0] * gone + table[gone:]
-        chunks.append(
-            SequenceChunk([5] * queries, context - queries, table, local_table, SamplingParams(1), False)
-        )
+        row = running.add([5] * context, context, SamplingParams(1))
+        running.set_row_blocks(row, table, local_table)
+        chunks.append(SequenceChunk(row, [5] * queries, context - queries, samples=False))
         keys.append(key)
         values.append(value)
     spec = KVCacheSpec(block_size, window, 1, 1, 1)
-    batch = build_batch(chunks, spec, CPU)
+    layout = lay_out(StepInput(running, prefills=chunks), spec, with_tables=True)
+    assert layout.token_ids is not None
+    assert layout.block_tables is not None
+    tensors = torch.from_numpy(layout.token_ids), torch.from_numpy(layout.block_tables)
+    batch = forward_batch(layout, *tensors, spec, CPU)
     return batch.global_attention, batch.local_attention, keys, values, k_cache, v_cache
 
 
@@ -112,7 +118,6 @@ def test_a_captured_step_reads_what_the_tensor_of_lengths_says_and_nothing_for_p
             query_start=torch.arange(5, dtype=torch.int32),
             context_lens_tensor=torch.cat([metadata.context_lens_tensor, torch.zeros(1, dtype=torch.int32)]),
             block_table=torch.cat([metadata.block_table, torch.zeros(1, width, dtype=torch.int32)]),
-            scratch={},
         )
         assert torch.equal(OPS.paged_attention(query, k_cache, v_cache, captured, 0.3)[:3], expected)
 

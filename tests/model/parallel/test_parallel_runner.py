@@ -219,12 +219,12 @@ def test_pooled_states_are_those_of_one_rank(loaded: ParallelRunner, alone: Mode
         harness = RecordingHarness(runner)
         chunk, _ = prefill(runner, harness, 20)
         chunk.pools, chunk.samples = True, False
-        (result,) = harness.runner.run([chunk])
+        (result,) = harness.run_chunks([chunk])
         sums.append(torch.from_numpy(result.hidden_sum))
     assert_close(sums[1], sums[0], 1e-3)  # of 20 float32 rows
     harness = RecordingHarness(loaded)
     chunk, _ = prefill(loaded, harness, 20)
-    assert_close(loaded.hidden_states([chunk]).sum(0).double(), sums[0], 1e-3)
+    assert_close(loaded.hidden_states(harness.step_of([chunk])).sum(0).double(), sums[0], 1e-3)
 
 
 def test_a_sequence_that_is_not_finite_on_one_rank_fails_alone(loaded: ParallelRunner) -> None:
@@ -242,7 +242,7 @@ def test_a_target_without_a_token_fails_alone(loaded: ParallelRunner) -> None:
     odd, even = TestSequence([2, 30_000, 5], SCORING), TestSequence([2, 20, 5], SCORING)
     chunks = [harness.chunk(sequence, 3, score=True) for sequence in (odd, even)]
     chunks[0].token_ids = [2, 20, 5]
-    results = harness.runner.run(chunks)
+    results = harness.run_chunks(chunks)
     assert [result.error is None for result in results] == [False, True]
     assert len(results[1].prompt_logprobs) == 2
 
@@ -255,15 +255,15 @@ class TestLackOfMemory:
     def expected(alone: ModelRunner, length: int) -> list[int]:
         harness = RecordingHarness(alone)
         chunk, _ = prefill(alone, harness, length)
-        return harness.runner.run([chunk])[0].token_ids
+        return harness.run_chunks([chunk])[0].token_ids
 
     def test_of_another_rank_between_two_layers(self, loaded: ParallelRunner, alone: ModelRunner) -> None:
         harness = RecordingHarness(loaded)
         chunk, _ = prefill(loaded, harness, HUNGRY)
         with pytest.raises(StepMemoryError, match="rank 1: no memory for what is between the layers"):
-            loaded.run([chunk])
+            harness.run_chunks([chunk])
         faults: list[StepMemoryError] = []
-        (result,) = run_within_memory(loaded, [chunk], faults.append)
+        result = run_within_memory(loaded, harness.step_of([chunk]), faults.append)[0]
         assert len(faults) == 1
         assert result.token_ids == self.expected(alone, HUNGRY)
 
@@ -273,7 +273,7 @@ class TestLackOfMemory:
             harness = RecordingHarness(runner, num_seqs=HUNGRY_ROWS)
             chunks = [prefill(runner, harness, 4, seed)[0] for seed in range(HUNGRY_ROWS)]
             faults: list[StepMemoryError] = []
-            results = run_within_memory(harness.runner, chunks, faults.append)
+            results = run_within_memory(harness.runner, harness.step_of(chunks), faults.append).all()
             tokens.append([result.token_ids for result in results])
             assert [str(fault) for fault in faults] == (
                 ["rank 1: no memory for logits"] if runner is loaded else []
@@ -295,8 +295,8 @@ class TestLackOfMemory:
         with monkeypatch.context() as patch:
             patch.setattr(MLP, "forward", hungry)
             with pytest.raises(StepMemoryError, match="CUDA out of memory"):
-                loaded.run([chunk])
-        assert loaded.run([chunk])[0].token_ids == self.expected(alone, 9)
+                harness.run_chunks([chunk])
+        assert harness.run_chunks([chunk])[0].token_ids == self.expected(alone, 9)
 
     def test_of_rank_0_in_its_logits(
         self, loaded: ParallelRunner, alone: ModelRunner, monkeypatch: pytest.MonkeyPatch
@@ -310,8 +310,8 @@ class TestLackOfMemory:
         with monkeypatch.context() as patch:
             patch.setattr(loaded.ops, "logits", hungry)
             with pytest.raises(StepMemoryError, match="no memory for logits"):
-                loaded.run([chunk])
-        assert loaded.run([chunk])[0].token_ids == self.expected(alone, 8)
+                harness.run_chunks([chunk])
+        assert harness.run_chunks([chunk])[0].token_ids == self.expected(alone, 8)
 
     def test_of_rank_0_between_two_slices_of_logits(
         self, loaded: ParallelRunner, alone: ModelRunner, monkeypatch: pytest.MonkeyPatch
@@ -326,8 +326,8 @@ class TestLackOfMemory:
         with monkeypatch.context() as patch:
             patch.setattr(loaded.sampler, "logprobs", hungry)
             with pytest.raises(StepMemoryError):
-                loaded.run([chunk])
-        (result,) = loaded.run([chunk])
+                harness.run_chunks([chunk])
+        (result,) = harness.run_chunks([chunk])
         assert len(result.prompt_logprobs) == 99
         assert result.token_ids == self.expected(alone, 100)
 
@@ -362,4 +362,4 @@ def test_the_end_of_a_rank_ends_the_runner(two: TwoRanks) -> None:
     chunk = harness.chunk(TestSequence([2, 5, 7], GREEDY), 3)
     os.kill(two.ranks.process_ids[0], signal.SIGKILL)
     with pytest.raises(RankError, match=r"rank 1 of 2 .* was ended by SIGKILL"):
-        runner.run([chunk])
+        harness.run_chunks([chunk])

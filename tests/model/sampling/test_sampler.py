@@ -1,16 +1,20 @@
 """The sampler: what is drawn, what is reported, and that neither depends on the batch."""
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from model.interface.grammar_state import GrammarState
+from model.interface.random_streams import uniform
+from model.interface.running_batch import RunningBatch
 from model.interface.sampling_params import SamplingParams
-from model.interface.sequence_chunk import ChunkResult, SequenceChunk
+from model.interface.sequence_chunk import ChunkResult
 from model.ops.reference import ReferenceOps
-from model.sampling.random_streams import uniform
 from model.sampling.sampler import NOTHING_LEFT, Sampler
 
 VOCAB = 3000
@@ -19,11 +23,29 @@ RANDOM = SamplingParams(max_tokens=1)
 SAMPLER = Sampler(ReferenceOps(torch.device("cpu"), torch.float32))
 
 
-def chunk(
-    sampling: SamplingParams, prompt: list[int] | None = None, output: list[int] | None = None
-) -> SequenceChunk:
-    prompt, output = prompt or [2], output or []
-    return SequenceChunk([5], 0, [1], [1], sampling, True, prompt_token_ids=prompt, output_token_ids=output)
+@dataclass
+class Row:
+    """What the sampler is told of one sequence."""
+
+    sampling: SamplingParams
+    prompt: list[int]
+    output: list[int]
+    grammar: GrammarState | None = None
+
+
+def chunk(sampling: SamplingParams, prompt: list[int] | None = None, output: list[int] | None = None) -> Row:
+    return Row(sampling, prompt or [2], output or [])
+
+
+def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[ChunkResult]:
+    """One result per row of logits. The sequences have rows of the running batch in another order."""
+    batch = RunningBatch(len(rows), 1)
+    taken = {
+        index: batch.add([*row.prompt, *row.output], len(row.prompt), row.sampling, grammar=row.grammar)
+        for index, row in reversed(list(enumerate(rows)))
+    }
+    order = np.array([taken[index] for index in range(len(rows))])
+    return SAMPLER.sample(logits, batch, order, np.array([len(row.output) for row in rows]))
 
 
 def random_logits(rows: int = 1, vocab: int = VOCAB, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
@@ -32,7 +54,7 @@ def random_logits(rows: int = 1, vocab: int = VOCAB, seed: int = 0, scale: float
 
 def draw(logits: torch.Tensor, sampling: SamplingParams, **more: Any) -> int:
     """One token from one row [V]."""
-    result = SAMPLER.sample(logits[None].clone(), [chunk(sampling, **more)])[0]
+    result = sample(logits[None].clone(), [chunk(sampling, **more)])[0]
     assert result.error is None
     return result.token_ids[0]
 
@@ -40,7 +62,7 @@ def draw(logits: torch.Tensor, sampling: SamplingParams, **more: Any) -> int:
 def draw_many(logits: torch.Tensor, sampling: SamplingParams, count: int) -> torch.Tensor:
     """Frequencies of tokens over many seeds, from one row [V]."""
     chunks = [chunk(replace(sampling, seed=seed)) for seed in range(count)]
-    results = SAMPLER.sample(logits.expand(count, -1).contiguous(), chunks)
+    results = sample(logits.expand(count, -1).contiguous(), chunks)
     drawn = torch.tensor([result.token_ids[0] for result in results])
     return torch.bincount(drawn, minlength=len(logits)) / count
 
@@ -192,7 +214,7 @@ MIXED = [
 
 def run_mixed(order: list[int], logits: torch.Tensor) -> dict[int, ChunkResult]:
     chunks = [chunk(MIXED[i], prompt=[2, 9, 9, i + 20], output=[8, 8, i + 30]) for i in order]
-    return dict(zip(order, SAMPLER.sample(logits[order].clone(), chunks), strict=True))
+    return dict(zip(order, sample(logits[order].clone(), chunks), strict=True))
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
@@ -208,7 +230,7 @@ def test_a_row_of_bad_logits_fails_alone() -> None:
     for bad in (math.nan, math.inf, -math.inf):
         logits = random_logits(3)
         logits[1, 17] = bad
-        results = SAMPLER.sample(logits, [chunk(GREEDY), chunk(replace(RANDOM, logprobs=2)), chunk(RANDOM)])
+        results = sample(logits, [chunk(GREEDY), chunk(replace(RANDOM, logprobs=2)), chunk(RANDOM)])
         assert [result.error is None for result in results] == [True, False, True]
         assert results[1].token_ids == []
         assert len(results[0].token_ids) == len(results[2].token_ids) == 1
@@ -257,7 +279,7 @@ def test_bias_and_masks() -> None:
 
 def test_a_row_with_nothing_left_to_draw_is_an_error() -> None:
     impossible = replace(GREEDY, allowed_token_ids=(1,), stop_token_ids=frozenset({1}), min_tokens=1)
-    results = SAMPLER.sample(random_logits(2), [chunk(impossible), chunk(GREEDY)])
+    results = sample(random_logits(2), [chunk(impossible), chunk(GREEDY)])
     assert results[0].error == NOTHING_LEFT
     assert results[0].token_ids == []
     assert len(results[1].token_ids) == 1
@@ -279,7 +301,7 @@ def test_logprobs_are_raw_and_the_chosen_value_is_bit_equal_to_its_entry() -> No
     found = 0
     for seed in range(30):
         params = replace(RANDOM, seed=seed, logprobs=20, **edits)
-        result = SAMPLER.sample(logits, [chunk(params, output=[7])])[0]
+        result = sample(logits, [chunk(params, output=[7])])[0]
         (entry,) = result.logprobs
         assert entry.token_id == result.token_ids[0]
         assert entry.logprob == pytest.approx(expected[entry.token_id].item(), abs=1e-5)
@@ -293,22 +315,20 @@ def test_logprobs_are_raw_and_the_chosen_value_is_bit_equal_to_its_entry() -> No
 
 
 def test_logprobs_zero_reports_the_sampled_token_alone() -> None:
-    result = SAMPLER.sample(
+    result = sample(
         random_logits(2), [chunk(replace(RANDOM, logprobs=0)), chunk(replace(RANDOM, logprobs=4))]
     )
     assert result[0].logprobs[0].top == []
     assert len(result[1].logprobs[0].top) == 4
-    assert SAMPLER.sample(random_logits(1), [chunk(RANDOM)])[0].logprobs == []
+    assert sample(random_logits(1), [chunk(RANDOM)])[0].logprobs == []
 
 
 def test_labels_take_the_place_of_the_likeliest_bit_for_bit() -> None:
     logits = random_logits(3)
     labels = (2999, 0, 17)
     params = replace(RANDOM, seed=4, logprobs=20)
-    plain = SAMPLER.sample(logits, [chunk(params)] * 3)
-    mixed = SAMPLER.sample(
-        logits, [chunk(params), chunk(replace(params, logprob_token_ids=labels)), chunk(params)]
-    )
+    plain = sample(logits, [chunk(params)] * 3)
+    mixed = sample(logits, [chunk(params), chunk(replace(params, logprob_token_ids=labels)), chunk(params)])
     assert [result.token_ids for result in mixed] == [result.token_ids for result in plain]
     assert [mixed[0].logprobs, mixed[2].logprobs] == [plain[0].logprobs, plain[2].logprobs]
     (entry,) = mixed[1].logprobs

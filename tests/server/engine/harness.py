@@ -9,27 +9,28 @@ wrongly or never computed is found at once.
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from model.interface.grammar_state import Grammar, GrammarFault
 from model.interface.kv_cache_spec import KVCacheSpec
+from model.interface.running_batch import GLOBAL, LOCAL, RunningBatch
 from model.interface.sampling_params import SamplingParams
 from model.interface.sequence_chunk import (
+    NO_TOKEN,
     NOT_FINITE,
     ChunkResult,
-    DecodeChunks,
-    SampledTokens,
-    SequenceChunk,
+    StepInput,
     StepMemoryError,
+    StepResult,
     TokenLogprobs,
 )
 from server.engine.core import EngineCore
 from server.engine.kv.kv_manager import KVCacheManager
-from server.engine.request import GenerationSpec, RequestFailedError, TokenOutput
+from server.engine.request import NO_ROW, GenerationSpec, Request, RequestFailedError, TokenOutput
 from server.engine.scheduler.scheduler import SchedulerConfig
+from tests.steps import StepSequence, sequences_of
 
 VOCAB = 1000
 
@@ -46,6 +47,22 @@ def sum_of_states(tokens: Sequence[int], start: int = 0) -> npt.NDArray[np.float
     ).sum(0)
 
 
+class TableMirror:
+    """Block tables as a device keeps them: told nothing but what the batch says has changed."""
+
+    def __init__(self, batch: RunningBatch) -> None:
+        self.batch = batch
+        self._tables = np.zeros_like(batch.blocks)
+
+    def update(self) -> None:
+        rows, indices = self.batch.changes.rows, self.batch.changes.indices
+        self._tables[:, rows, indices] = self.batch.blocks[:, rows, indices]
+
+    def table(self, group: int, row: int) -> list[int]:
+        blocks: list[int] = self._tables[group, row, : self.batch.num_blocks[row]].tolist()
+        return blocks
+
+
 class CheckingRunner:
     """Implements the Runner protocol. The whole token history is rebuilt from the cache, never from the
     request."""
@@ -55,52 +72,72 @@ class CheckingRunner:
         # (group, block, offset) -> the prefix that was computed there; a prefix names its position and all
         # tokens before it.
         self.written: dict[tuple[str, int, int], tuple[int, ...]] = {}
-        self.steps: list[list[SequenceChunk]] = []
+        self.steps: list[list[StepSequence]] = []
         self.num_computed: dict[tuple[int, ...], int] = {}
         self.fail_at_step: int | None = None
         self.memory: int | None = None  # tokens that one run has memory for
         self.num_refused = 0
-        self.num_array_steps = 0
-        self.is_odd: Callable[[tuple[int, ...]], bool] = lambda prefix: (
-            False
-        )  # whose logits after it are not finite
+        self.num_array_steps = 0  # in which every sequence draws a token and nothing else is wanted
+        # Whose logits after it are not finite.
+        self.is_odd: Callable[[tuple[int, ...]], bool] = lambda prefix: False
+        self._mirror: TableMirror | None = None
 
-    def run(self, chunks: Sequence[SequenceChunk]) -> Sequence[ChunkResult]:
-        self.steps.append(list(chunks))
+    def run(self, step: StepInput) -> StepResult:
+        sequences = self._look_at(step)
+        self.steps.append(sequences)
         if self.fail_at_step is not None and len(self.steps) > self.fail_at_step:
             raise RuntimeError("planted fault")
-        self._check_memory(sum(len(chunk.token_ids) for chunk in chunks))
-        results = self._compute(list(chunks))
-        if isinstance(chunks, DecodeChunks) and chunks.plain:  # then a real runner returns the bare tokens
-            self._check_arrays(chunks)
-            self.num_array_steps += 1
-            return bare_tokens(results)
-        return results
+        self._check_memory(step.num_tokens)
+        self._count_arrays(step)
+        return step_result(self._compute(sequences), step.is_plain)
+
+    def _look_at(self, step: StepInput) -> list[StepSequence]:
+        """The step's sequences, with block tables as the device has them."""
+        self._check_arrays(step)
+        if self._mirror is None or self._mirror.batch is not step.batch:
+            self._mirror = TableMirror(step.batch)
+        self._mirror.update()
+        sequences = sequences_of(step)
+        for sequence in sequences:
+            sequence.global_block_table = self._mirror.table(GLOBAL, sequence.row)
+            sequence.local_block_table = self._mirror.table(LOCAL, sequence.row)
+        return sequences
 
     def _check_memory(self, num_tokens: int) -> None:
         if self.memory is not None and num_tokens > self.memory:
             self.num_refused += 1
             raise StepMemoryError("planted lack of memory")
 
-    def _compute(self, chunks: list[SequenceChunk]) -> list[ChunkResult]:
-        prefixes = [self._write(chunk) for chunk in chunks]
-        return [self._read(chunk, prefix) for chunk, prefix in zip(chunks, prefixes, strict=True)]
+    def _count_arrays(self, step: StepInput) -> None:
+        self.num_array_steps += not step.prefills and bool(step.is_plain.all())
 
-    def _check_arrays(self, decodes: DecodeChunks) -> None:
-        """The arrays say what the chunks say, and the rows of the block tables what the tables say."""
-        for index, chunk in enumerate(decodes):
-            assert [decodes.token_ids[index]] == chunk.token_ids
-            assert (decodes.starts[index], decodes.positions[index]) == (chunk.start, chunk.position)
-            tables = (chunk.global_block_table, chunk.local_block_table)
-            for rows, table in zip(decodes.tables.blocks[:, decodes.rows[index]], tables, strict=True):
-                assert rows[: len(table)].tolist() == table
+    def _compute(self, sequences: list[StepSequence]) -> list[ChunkResult]:
+        prefixes = [self._write(sequence) for sequence in sequences]
+        return [self._read(sequence, prefix) for sequence, prefix in zip(sequences, prefixes, strict=True)]
+
+    def _check_arrays(self, step: StepInput) -> None:
+        """The arrays say what the lists of tokens say."""
+        batch = step.batch
+        assert len(set(step.rows.tolist())) == len(step), "a sequence is twice in a step"
+        for index, row in enumerate(step.decodes.tolist()):
+            known = batch.token_ids[row]
+            assert batch.num_tokens[row] == len(known)
+            assert batch.last_token_ids[row] == known[-1]
+            if step.token_ids is None:
+                assert step.starts[index] == len(known)
+            else:
+                assert (step.token_ids[index], step.starts[index]) == (known[-1], len(known) - 1)
+            assert batch.is_plain[row] == (batch.sampling[row].plain and batch.grammars[row] is None)
+        for chunk in step.prefills:
+            known = batch.token_ids[chunk.row]
+            assert list(chunk.token_ids) == known[chunk.start : chunk.start + len(chunk.token_ids)]
 
     def _slot(self, group: str, table: Sequence[int], position: int) -> tuple[str, int, int]:
         block = table[position // self.spec.block_size]
         assert block != 0, f"{group}: position {position} lies in the null block"
         return group, block, position % self.spec.block_size
 
-    def _write(self, chunk: SequenceChunk) -> tuple[int, ...]:
+    def _write(self, chunk: StepSequence) -> tuple[int, ...]:
         prefix: tuple[int, ...] = ()
         if chunk.start:
             prefix = self.written[self._slot("global", chunk.global_block_table, chunk.start - 1)]
@@ -113,7 +150,7 @@ class CheckingRunner:
             self.num_computed[prefix] = self.num_computed.get(prefix, 0) + 1
         return prefix
 
-    def _read(self, chunk: SequenceChunk, prefix: tuple[int, ...]) -> ChunkResult:
+    def _read(self, chunk: StepSequence, prefix: tuple[int, ...]) -> ChunkResult:
         window_start = max(0, chunk.start - self.spec.sliding_window + 1)
         for position in range(len(prefix)):
             expected = prefix[: position + 1]
@@ -148,8 +185,13 @@ class CheckingRunner:
         return result
 
 
-def bare_tokens(results: Sequence[ChunkResult]) -> SampledTokens:
-    return SampledTokens([result.token_ids[0] if result.error is None else -1 for result in results])
+def step_result(results: Sequence[ChunkResult], is_plain: npt.NDArray[np.bool_]) -> StepResult:
+    """As of a real runner: of plain draws the bare tokens."""
+    token_ids = [
+        result.token_ids[0] if plain and result.error is None else NO_TOKEN
+        for result, plain in zip(results, is_plain.tolist(), strict=True)
+    ]
+    return StepResult(token_ids, {index: results[index] for index in np.flatnonzero(~is_plain).tolist()})
 
 
 class LazyRunner(CheckingRunner):
@@ -161,28 +203,34 @@ class LazyRunner(CheckingRunner):
         super().__init__(spec)
         self._kv = kv
         self._queue: list[LazyStep] = []
+        self.sampled: dict[int, int] = {}  # row -> the token drawn there last
         self.num_launched_ahead = 0
 
-    def launch(self, chunks: Sequence[SequenceChunk]) -> "LazyStep":
+    def launch(self, step: StepInput) -> "LazyStep":
         assert len(self._queue) < 2, "more than one step ahead"
-        self._check_memory(
-            len(chunks) if isinstance(chunks, DecodeChunks) else sum(len(c.token_ids) for c in chunks)
-        )
+        self._check_memory(step.num_tokens)
         self.num_launched_ahead += len(self._queue)
-        step = LazyStep(self, chunks)
-        self._queue.append(step)
-        return step
+        self._count_arrays(step)
+        launched = LazyStep(self, self._look_at(step), step.is_plain, are_known=step.token_ids is not None)
+        self._queue.append(launched)
+        return launched
 
-    def run(self, chunks: Sequence[SequenceChunk]) -> Sequence[ChunkResult]:
+    def run(self, step: StepInput) -> StepResult:
         assert not self._queue, "parts of a step are run one by one"
-        return super().run(chunks)
+        return super().run(step)
 
-    def compute(self, wanted: "LazyStep") -> None:
+    def compute(self, wanted: "LazyStep") -> list[ChunkResult]:
         assert wanted is self._queue[0], "results are taken in the order of the launches"
         self._queue.pop(0)
-        chunks = wanted.chunks()
-        self.steps.append(chunks)
-        wanted.computed = self._compute(chunks)
+        for sequence in wanted.sequences:
+            if not wanted.are_known:
+                sequence.token_ids = [self.sampled[sequence.row]]
+        self.steps.append(wanted.sequences)
+        results = self._compute(wanted.sequences)
+        for sequence, result, plain in zip(wanted.sequences, results, wanted.is_plain.tolist(), strict=True):
+            if plain:
+                self.sampled[sequence.row] = result.token_ids[0] if result.error is None else 0
+        return results
 
     def _slot(self, group: str, table: Sequence[int], position: int) -> tuple[str, int, int]:
         group, block, offset = super()._slot(group, table, position)
@@ -194,55 +242,27 @@ class LazyRunner(CheckingRunner):
 
 
 class LazyStep:
-    """What the device was told at the launch; of tokens, perhaps only which step draws them."""
+    """What the device was told at the launch. Of tokens, perhaps only that it has drawn them, or is going
+    to."""
 
-    def __init__(self, runner: LazyRunner, chunks: Sequence[SequenceChunk]) -> None:
+    def __init__(
+        self,
+        runner: LazyRunner,
+        sequences: list[StepSequence],
+        is_plain: npt.NDArray[np.bool_],
+        *,
+        are_known: bool,
+    ) -> None:
         self._runner = runner
-        self._bare = isinstance(chunks, DecodeChunks) and chunks.plain
-        self.computed: list[ChunkResult] | None = None
-        self._drawn = chunks.drawn if isinstance(chunks, DecodeChunks) else None
-        if self._drawn is None:
-            self._chunks = [
-                replace(
-                    c, global_block_table=[*c.global_block_table], local_block_table=[*c.local_block_table]
-                )
-                for c in chunks
-            ]
-            if isinstance(chunks, DecodeChunks) and chunks.plain:
-                runner._check_arrays(chunks)
-        else:
-            assert isinstance(chunks, DecodeChunks)
-            self._chunks = [self._chunk(chunks, index) for index in range(len(chunks))]
-        runner.num_array_steps += self._bare
+        self.sequences = sequences
+        self.is_plain = is_plain
+        self.are_known = are_known
+        self._is_taken = False
 
-    def _chunk(self, chunks: DecodeChunks, index: int) -> SequenceChunk:
-        start, tables = int(chunks.starts[index]), chunks.block_tables[index]
-        for row, table in zip(chunks.tables.blocks[:, chunks.rows[index]], tables, strict=True):
-            assert row[: len(table)].tolist() == table
-        global_table, local_table = ([*table] for table in tables)
-        position = int(chunks.positions[index])
-        return SequenceChunk(
-            [], start, global_table, local_table, chunks.sampling[index], samples=True, position=position
-        )
-
-    def chunks(self) -> list[SequenceChunk]:
-        if self._drawn is not None:
-            before = self._drawn.step
-            assert isinstance(before, LazyStep)
-            assert before.computed is not None, "a step was computed before the one whose tokens it takes"
-            indices = range(len(self._chunks)) if self._drawn.chunks is None else self._drawn.chunks.tolist()
-            assert len(indices) == len(self._chunks)
-            assert self._drawn.chunks is not None or len(before.computed) == len(self._chunks)
-            for chunk, index in zip(self._chunks, indices, strict=True):
-                drawn = before.computed[index]
-                chunk.token_ids = drawn.token_ids if drawn.error is None else [0]
-        return self._chunks
-
-    def results(self) -> Sequence[ChunkResult]:
-        assert self.computed is None, "asked twice"
-        self._runner.compute(self)
-        assert self.computed is not None
-        return bare_tokens(self.computed) if self._bare else self.computed
+    def results(self) -> StepResult:
+        assert not self._is_taken, "asked twice"
+        self._is_taken = True
+        return step_result(self._runner.compute(self), self.is_plain)
 
 
 def make_spec(block_size: int = 4, window: int = 8) -> KVCacheSpec:
@@ -272,8 +292,11 @@ class Harness:
         self.spec = make_spec(block_size, window)
         if num_local_blocks is None:
             num_local_blocks = self.spec.local_pool_blocks(max_num_seqs, max_num_batched_tokens)
+        limit = (num_global_blocks - 1) * block_size
+        limit = min(limit, max_model_len or limit)
+        batch = RunningBatch(max_num_seqs, self.spec.global_blocks(limit))
         self.kv = KVCacheManager(
-            self.spec, num_global_blocks, num_local_blocks, prefix_caching=prefix_caching
+            self.spec, batch, num_global_blocks, num_local_blocks, prefix_caching=prefix_caching
         )
         capacity = self.kv.capacity_tokens
         self.config = SchedulerConfig(
@@ -343,6 +366,17 @@ class Harness:
                 return
             self.step()
         raise AssertionError("the engine did not finish its work")
+
+    def num_computed(self, request: Request) -> int:
+        """Tokens of a request whose keys and values are in the cache."""
+        return 0 if request.row == NO_ROW else int(self.kv.batch.num_computed_tokens[request.row])
+
+    def num_uncomputed(self, request: Request) -> int:
+        return request.num_tokens - self.num_computed(request)
+
+    def holds_blocks(self, request_id: str) -> bool:
+        scheduler = self.core.scheduler
+        return request_id in [request.request_id for request in (*scheduler.running, *scheduler._held)]
 
     def tokens(self, request_id: str) -> list[int]:
         return [token for output in self.outputs[request_id] for token in output.token_ids]

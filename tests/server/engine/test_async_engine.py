@@ -1,12 +1,11 @@
 """The engine's thread: streams, aborts by closing, death with an error for everyone, drain."""
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 
 from model.interface.sampling_params import SamplingParams
-from model.interface.sequence_chunk import NOT_FINITE, ChunkResult, SequenceChunk
+from model.interface.sequence_chunk import NOT_FINITE, ChunkResult, StepInput, StepResult
 from server.engine.async_engine import AsyncEngine, EngineLimits
 from server.engine.core import EngineCore
 from server.engine.request import (
@@ -23,12 +22,12 @@ from tests.server.engine.scheduler.test_scheduler import prompt
 class FaultyRunner(CheckingRunner):
     """Reports a numerical fault for prompts that begin with token 666."""
 
-    def run(self, chunks: Sequence[SequenceChunk]) -> Sequence[ChunkResult]:
-        results = list(super().run(chunks))
-        for chunk, result in zip(chunks, results, strict=True):
-            if chunk.prompt_token_ids[0] == 666:
-                result.error = NOT_FINITE
-        return results
+    def run(self, step: StepInput) -> StepResult:
+        result = super().run(step)
+        for index, row in enumerate(step.rows.tolist()):
+            if step.batch.token_ids[row][0] == 666:
+                result.others[index] = ChunkResult(error=NOT_FINITE)
+        return result
 
 
 def make_engine(runner: CheckingRunner | None = None) -> AsyncEngine:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from model.interface.running_batch import RunningBatch
 from model.interface.sampling_params import SamplingParams
 from server.engine.core import EngineCore
 from server.engine.kv.kv_manager import KVCacheManager
@@ -64,8 +65,9 @@ class Engine:
             prefix_caching=False,  # no local blocks beyond the proven bound
         )
         self.runner = tiny_runner(plan, block_size)
+        batch = RunningBatch(max_num_seqs, plan.num_global_blocks - 1)
         self.kv = KVCacheManager(
-            spec, plan.num_global_blocks, plan.num_local_blocks, prefix_caching=prefix_caching
+            spec, batch, plan.num_global_blocks, plan.num_local_blocks, prefix_caching=prefix_caching
         )
         config = SchedulerConfig(
             max_num_seqs, max_num_batched_tokens, plan.capacity_tokens, over_admission=over_admission
@@ -201,7 +203,7 @@ def test_one_request_grows_without_more_local_blocks() -> None:
     while engine.core.has_work:
         engine.core.step()
         if engine.core.scheduler.running and engine.core.scheduler.running[0].num_output_tokens:
-            tables = engine.kv.tables["long"]
-            held.add(len(tables.local_blocks) - tables.num_recycled)
+            row = engine.core.scheduler.running[0].row
+            held.add(int(engine.kv.batch.num_blocks[row]) - engine.kv.window.first_kept[row])
     assert max(held) <= WINDOW // 16 + 1
     assert engine.core.stats.recycled_blocks_total >= (600 - WINDOW) // 16 - 2

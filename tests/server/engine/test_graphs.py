@@ -3,7 +3,6 @@ they come and go."""
 
 import random
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +10,9 @@ import torch
 
 from model.execution.cuda_graphs import CudaGraphDevice, GraphDevice, padded_sizes
 from model.execution.runner import ModelRunner
+from model.interface.running_batch import RunningBatch
 from model.interface.sampling_params import SamplingParams
-from model.interface.sequence_chunk import DecodeChunks, SequenceChunk
+from model.interface.sequence_chunk import StepInput
 from model.network.pending_step import PendingStep
 from model.ops.select import select_ops
 from server.engine.core import EngineCore
@@ -47,7 +47,8 @@ def make_core(
         layer.values.fill_(torch.nan)
     if device is not None:
         runner.capture_graphs(padded_sizes(MAX_NUM_SEQS), MAX_MODEL_LEN, device)
-    kv = KVCacheManager(spec, plan.num_global_blocks, plan.num_local_blocks, prefix_caching=True)
+    batch = RunningBatch(MAX_NUM_SEQS, plan.num_global_blocks - 1)
+    kv = KVCacheManager(spec, batch, plan.num_global_blocks, plan.num_local_blocks, prefix_caching=True)
     config = SchedulerConfig(MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS, plan.capacity_tokens, over_admission=True)
     return EngineCore(runner, kv, config, debug_invariants=True, async_scheduling=ahead)
 
@@ -118,10 +119,13 @@ def test_requests_get_the_same_tokens_one_step_ahead(pool_tokens: int, graphed: 
     followed = Counter[bool]()
     launch = runner.launch
 
-    def counted(chunks: Sequence[SequenceChunk]) -> PendingStep:
-        if isinstance(chunks, DecodeChunks) and chunks.drawn is not None:
-            followed[chunks.drawn.chunks is None] += 1
-        return launch(chunks)
+    rows_before: list[int] = []
+
+    def counted(step: StepInput) -> PendingStep:
+        if step.token_ids is None:
+            followed[step.rows.tolist() == rows_before] += 1
+        rows_before[:] = step.rows.tolist()
+        return launch(step)
 
     runner.launch = counted  # type: ignore[method-assign]
     actual = answers(runner, pool_tokens, device, ahead=True, stops=stops)

@@ -41,14 +41,14 @@ def test_waiting_copies_of_a_prompt_are_not_looked_up_again_until_the_block_they
     prompt = list(range(64))
     requests = [harness.add(prompt, max_tokens=1) for _ in range(20)]
     lookups = 0
-    find_hit = harness.kv.find_hit
+    find_hit = harness.kv.get_computed_blocks
 
     def counted(request):  # type: ignore[no-untyped-def]
         nonlocal lookups
         lookups += 1
         return find_hit(request)
 
-    monkeypatch.setattr(harness.kv, "find_hit", counted)
+    monkeypatch.setattr(harness.kv, "get_computed_blocks", counted)
     harness.step()
     assert lookups == 20
     for _ in range(2):

@@ -52,13 +52,13 @@ def test_later_prefills_are_smaller_and_grow_again() -> None:
     for _ in range(3):
         engine.step()
     assert engine.runner.num_refused == 1, "32 tokens do not fit, 16 and 17 and 18 do"
-    assert engine.core.scheduler.max_step_tokens == 18
+    assert engine.core.scheduler.budget.max_step_tokens == 18
     engine.runner.memory = None
     for _ in range(14):
         engine.step()
-    assert engine.core.scheduler.max_step_tokens == 32
+    assert engine.core.scheduler.budget.max_step_tokens == 32
     engine.step()
-    assert engine.core.scheduler.max_step_tokens == 32
+    assert engine.core.scheduler.budget.max_step_tokens == 32
 
 
 def test_any_other_fault_of_the_runner_is_not_survived() -> None:

@@ -31,7 +31,6 @@ def run(case: AttentionCase, dtype: torch.dtype) -> torch.Tensor:
 
 
 def assert_equals_reference(case: AttentionCase, dtype: torch.dtype) -> None:
-    case.metadata.scratch.clear()
     expected = reference_ops(dtype).paged_attention(case.query, case.keys, case.values, case.metadata, SCALE)
     result = run(case, dtype)
     assert result.isfinite().all()

@@ -54,5 +54,4 @@ def metadata_on(device: torch.device, metadata: AttentionMetadata) -> AttentionM
         context_lens_tensor=metadata.context_lens_tensor.to(device),
         block_table=metadata.block_table.to(device),
         slot_mapping=metadata.slot_mapping.to(device),
-        scratch={},
     )

@@ -1,5 +1,6 @@
 """Prefix caching over both pools: what may hit, what must not, and what is computed only once."""
 
+import numpy as np
 import pytest
 
 from model.interface.sampling_params import SamplingParams
@@ -92,13 +93,13 @@ def test_a_local_block_lost_in_the_middle_shortens_the_hit_to_before_it() -> Non
     kv = engine.kv
     probe = engine.add(prompt(40), max_tokens=2)
     (request,) = engine.core.scheduler.waiting
-    assert kv.find_hit(request).num_tokens == 36
-    lost = kv.local_pool.find(request.block_hashes[8])
+    assert kv.get_computed_blocks(request).num_tokens == 36
+    lost = kv.local_pool.find(kv.block_hashes(request, 9)[8])
     assert lost is not None
     kv.local_pool._forget_hash(lost)
     del kv.local_pool._cached[lost]
     kv.local_pool._blank.append(lost)
-    hit = kv.find_hit(request)
+    hit = kv.get_computed_blocks(request)
     assert (hit.num_tokens, hit.limited_by, len(hit.local_blocks)) == (32, "local", 2)
     engine.run()
     assert engine.tokens(probe) == expected_tokens(prompt(40), 2)
@@ -158,8 +159,8 @@ def test_the_hash_chain_covers_parent_tokens_and_salt() -> None:
 
     def chain(tokens: list[int], salt: str | None = None) -> list[bytes]:
         request_id = engine.add(tokens, max_tokens=1, salt=salt)
-        request = engine.core._requests[request_id]
-        return list(engine.kv._hashes.of(request, len(tokens) // 4))
+        request = engine.core.scheduler.requests[request_id]
+        return list(engine.kv.block_hashes(request, len(tokens) // 4))
 
     a, b, c = [1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]
     assert chain(a + b)[1] != chain(c + b)[1]  # same tokens, other parent
@@ -189,14 +190,13 @@ def test_a_block_that_was_announced_and_is_filled_by_a_decode_is_awaited_no_long
     """As of a preempted request, all but the last of whose tokens came in chunks."""
     kv = Harness().kv
     request = Request(GenerationSpec("r", prompt(8, 0), SamplingParams(max_tokens=4)), RequestTimings(0.0))
-    kv.admit(request, kv.find_hit(request))
-    assert kv.allocate(request, 8)
-    request.num_computed_tokens = 7
-    kv.commit(request)
-    assert len(kv._in_flight) == 1
-    request.num_computed_tokens = 8
-    kv.commit_each([request])
-    assert not kv._in_flight
-    assert not kv._in_flight_of
-    assert request.num_published_blocks == 2
-    kv.check_invariants()
+    request.row = kv.batch.add(request.token_ids, 8, request.sampling)
+    kv.admit(request, kv.get_computed_blocks(request))
+    assert kv.allocate_slots(np.array([request.row]), np.array([8]))
+    kv.cache_full_blocks([request], [7])
+    assert len(kv._announced) == 1
+    kv.cache_full_blocks([request], [8])
+    assert not kv._announced
+    assert not kv.record(request).announced
+    assert kv.record(request).num_cached_blocks == 2
+    kv.check_invariants([request])

@@ -4,6 +4,7 @@ step that uses it is under way."""
 
 import argparse
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from model.interface.sequence_chunk import NOT_FINITE, DrawnTokens
+from model.interface.sequence_chunk import NOT_FINITE, StepInput
 from server.engine.core import EngineCore
-from server.engine.kv.kv_manager import KVCacheManager
 from server.engine.request import Request, RequestFailedError
-from server.engine.scheduler.scheduled_batch import ScheduledBatch
 from server.engine.scheduler.scheduler import Scheduler
 from server.loading.load import schedules_ahead
 from server.settings.settings import add_arguments, load_settings
@@ -44,7 +43,7 @@ def first_decode(engine: Harness, count: int = 4, max_tokens: int = 30, **sampli
     requests = [engine.add(prompt(5 + i, i), max_tokens=max_tokens, **sampling) for i in range(count)]
     while num_launched_ahead(engine) < 2:
         engine.step()
-    assert engine.core._ahead is not None
+    assert engine.core._launched
     return requests
 
 
@@ -173,14 +172,14 @@ def test_a_token_behind_the_end_is_neither_delivered_nor_counted_and_its_blocks_
     assert engine.tokens(requests[1]) == tokens[:11]
     assert engine.outputs[requests[1]][-1].finish_reason == "stop"
     assert engine.core.scheduler._held, "the step ahead still uses its blocks"
-    assert requests[1] in engine.kv.tables
+    assert engine.holds_blocks(requests[1])
     engine.step()
     assert not engine.core.scheduler._held
-    assert requests[1] not in engine.kv.tables
+    assert not engine.holds_blocks(requests[1])
     assert (*prompt(6, 1), *tokens[:11]) in engine.runner.num_computed, (
         "what was drawn last was run, for nothing"
     )
-    assert engine.core.scheduler._group is not None, "the others are a group again"
+    assert engine.core._launched, "the others are ahead again"
     engine.run()
     assert engine.tokens(requests[1]) == tokens[:11]
     for i in (0, 2, 3):
@@ -194,7 +193,7 @@ def test_the_others_stay_ahead_when_one_ends() -> None:
     first_decode(engine, max_tokens=40)
     short = next(iter(engine.core.scheduler.running))
     short.max_num_tokens = short.num_tokens + 3
-    engine.core.scheduler._group = None  # it knows of the longer one
+    engine.kv.batch.max_num_tokens[short.row] = short.max_num_tokens
     before, steps = num_launched_ahead(engine), len(engine.runner.steps)
     for _ in range(8):
         engine.step()
@@ -220,7 +219,7 @@ def test_an_aborted_request_gets_nothing_more_and_its_id_may_be_used_again() -> 
     requests = first_decode(engine)
     got = engine.tokens(requests[0])
     engine.core.abort(requests[0])
-    assert requests[0] in engine.kv.tables, "the step ahead still uses its blocks"
+    assert engine.holds_blocks(requests[0]), "the step ahead still uses its blocks"
     engine.add(prompt(9, 5), max_tokens=6, request_id=requests[0])
     engine.run()
     assert engine.tokens(requests[0]) == expected_tokens(prompt(9, 5), 6)
@@ -234,7 +233,7 @@ def test_a_request_that_comes_is_admitted_right_after_the_step_ahead() -> None:
     first_decode(engine)
     late = engine.add(prompt(8, 9), max_tokens=3)
     engine.step()
-    assert engine.core._ahead is None, "nothing is launched before it"
+    assert not engine.core._launched, "nothing is launched before it"
     engine.step()
     assert engine.tokens(late) == expected_tokens(prompt(8, 9), 1)
 
@@ -284,20 +283,20 @@ def test_whatever_waits_while_steps_are_ahead_could_not_be_admitted() -> None:
     plan, limits = random_plan(4), {"num_global_blocks": 24, "max_num_seqs": 30}
     engine = ahead(**limits)
     scheduler, num_waited = engine.core.scheduler, 0
-    schedule_ahead = scheduler.schedule_ahead
+    schedule_ahead = scheduler._schedule_ahead
 
-    def checked(batch: ScheduledBatch) -> ScheduledBatch | None:
+    def checked() -> StepInput | None:
         nonlocal num_waited
-        following = schedule_ahead(batch)
+        following = schedule_ahead()
         if following is not None and scheduler.waiting:
             first = scheduler.waiting[0]
-            hit = engine.kv.find_hit(first)
+            hit = engine.kv.get_computed_blocks(first)
             assert not hit.pending
             assert not scheduler._fits(engine.kv.num_blocks_to_admit(hit, first.num_tokens))
             num_waited += 1
         return following
 
-    scheduler.schedule_ahead = checked  # type: ignore[method-assign]
+    scheduler._schedule_ahead = checked  # type: ignore[method-assign]
     assert carry_out(plan, engine, steps_between=2) == carry_out(plan, Harness(**limits), steps_between=2)
     assert num_waited > 20
 
@@ -308,7 +307,7 @@ def test_when_the_first_in_the_queue_leaves_the_next_is_not_forgotten() -> None:
     large, small = engine.add(prompt(60, 5), max_tokens=3), engine.add(prompt(6, 6), max_tokens=3)
     for _ in range(3):
         engine.step()
-    assert engine.core._ahead is not None
+    assert engine.core._launched
     assert not engine.tokens(small)
     engine.core.abort(large)
     for _ in range(4):
@@ -323,7 +322,7 @@ def test_a_prompt_that_is_half_done_is_not_forgotten_when_a_step_has_no_room_for
     while engine.core.stats.num_running < 5:
         engine.step()
     assert not engine.tokens(late)
-    engine.core.scheduler.max_step_tokens = 4
+    engine.core.scheduler.budget.max_step_tokens = 4
     for _ in range(15):
         engine.step()
     assert engine.tokens(late) == expected_tokens(prompt(60, 9), 1)
@@ -342,7 +341,7 @@ def test_what_waits_for_room_in_a_step_is_not_forgotten() -> None:
     waits for that."""
     engine = ahead()
     first_decode(engine)
-    engine.core.scheduler.max_step_tokens = 4
+    engine.core.scheduler.budget.max_step_tokens = 4
     late = engine.add(prompt(8, 9), max_tokens=3)
     for _ in range(12):
         engine.step()
@@ -355,12 +354,12 @@ def test_a_row_that_is_not_finite_ends_alone_and_its_block_is_not_published() ->
     odd = (*prompt(6, 1), *tokens[:10])  # 16 tokens: the last one fills a block
     engine.runner.is_odd = lambda prefix: prefix == odd
     requests = first_decode(engine)
-    request = engine.core._requests[requests[1]]
+    request = engine.core.scheduler.requests[requests[1]]
     engine.run()
     assert isinstance(engine.errors[requests[1]], RequestFailedError)
     assert engine.tokens(requests[1]) == tokens[:10]
     assert engine.core.stats.numerical_faults_total == 1
-    hashes = engine.kv._hashes.of(request, 4)
+    hashes = engine.kv.block_hashes(request, 4)
     assert [engine.kv.global_pool.find(content_hash) is None for content_hash in hashes] == [
         False,
         False,
@@ -381,7 +380,7 @@ def test_nothing_is_launched_ahead_of_one_that_wants_more_than_its_token(odd: di
     before = num_launched_ahead(engine)
     while engine.finish_reason(other) is None:
         engine.step()
-        assert engine.core._ahead is None or engine.finish_reason(other) is not None
+        assert not engine.core._launched or engine.finish_reason(other) is not None
     assert num_launched_ahead(engine) == before
     engine.run()
     assert num_launched_ahead(engine) > before
@@ -395,7 +394,7 @@ def test_a_step_ahead_without_memory_is_run_in_parts_once_its_tokens_are_known()
     requests = first_decode(engine)
     engine.runner.memory = 3
     engine.step()
-    assert engine.core._ahead is None
+    assert not engine.core._launched
     assert (engine.runner.num_refused, engine.core.stats.memory_faults_total) == (1, 0), (
         "what was given up is not counted"
     )
@@ -446,35 +445,34 @@ def free_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     finish = Scheduler._finish
 
     def faulty(self: Scheduler, request: Request) -> None:
-        under_way, self.ahead = self.ahead, None
+        in_flight, self._in_flight = self._in_flight, deque()
         finish(self, request)
-        self.ahead = under_way
+        self._in_flight = in_flight
 
     monkeypatch.setattr(Scheduler, "_finish", faulty)
 
 
-def take_tokens_by_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        DrawnTokens,
-        "__init__",
-        lambda self, step, chunks: _set(self, step, None if chunks is None else np.arange(len(chunks))),
-    )
+def take_rows_by_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule_ahead = Scheduler._schedule_ahead
 
+    def faulty(self: Scheduler) -> StepInput | None:
+        step = schedule_ahead(self)
+        if step is not None:
+            step.decodes = np.arange(len(step))
+        return step
 
-def _set(drawn: DrawnTokens, step: Any, chunks: Any) -> None:
-    object.__setattr__(drawn, "step", step)
-    object.__setattr__(drawn, "chunks", chunks)
+    monkeypatch.setattr(Scheduler, "_schedule_ahead", faulty)
 
 
 def add_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KVCacheManager, "allocate_one_each", lambda self, requests: True)
+    monkeypatch.setattr(Scheduler, "_allocate_missing", lambda self, rows, num_tokens: True)
 
 
 @pytest.mark.parametrize(
     ("plant", "found"),
     [
         (free_at_once, "was freed before the step that uses it has run"),
-        (take_tokens_by_their_place, None),  # other tokens than expected
+        (take_rows_by_their_place, None),  # other tokens than expected
         (add_no_block, "range"),  # of the table: the step ahead has no block to write to
     ],
 )

@@ -1,12 +1,11 @@
 """Rules of the engine, each shown with a runner that verifies every key it would read."""
 
-from collections.abc import Sequence
-
 import pytest
 
 from model.interface.kv_cache_spec import KVCacheSpec
+from model.interface.running_batch import RunningBatch
 from model.interface.sampling_params import SamplingParams
-from model.interface.sequence_chunk import ChunkResult, SequenceChunk
+from model.interface.sequence_chunk import ChunkResult, StepInput, StepResult
 from server.engine.core import EngineCore
 from server.engine.kv.kv_manager import KVCacheManager
 from server.engine.request import GenerationSpec, RequestStatus
@@ -45,10 +44,10 @@ def test_a_growing_request_holds_a_constant_number_of_local_blocks_while_recycli
         engine.step()
         if engine.core.scheduler.running and engine.outputs["r0"]:
             request = engine.core.scheduler.running[0]
-            held.add(engine.spec.blocks(request.num_computed_tokens, 1).local_blocks)
+            held.add(engine.spec.blocks(engine.num_computed(request), 1).local_blocks)
             assert (
                 engine.kv.local_pool.num_used
-                <= engine.spec.blocks(request.num_computed_tokens, 1).local_blocks
+                <= engine.spec.blocks(engine.num_computed(request), 1).local_blocks
             )
             recycled.append(engine.core.stats.recycled_blocks_total)
     assert held == {8 // 4 + 1}
@@ -84,7 +83,7 @@ def test_a_short_request_beside_a_long_prefill_starts_before_that_prefill_ends()
     long = engine.add(prompt(2000), max_tokens=1)
     engine.step()
     short = engine.add(prompt(5, 3), max_tokens=4)
-    while engine.core.scheduler.running[0].num_uncomputed_tokens > 32 and len(engine.tokens(short)) < 4:
+    while engine.num_uncomputed(engine.core.scheduler.running[0]) > 32 and len(engine.tokens(short)) < 4:
         engine.step()
     assert len(engine.tokens(short)) == 4
     assert engine.outputs[long] == []
@@ -191,7 +190,7 @@ def test_abort_works_in_every_phase_and_is_idempotent(phase: str) -> None:
     statuses = {r.request_id: r for r in [*engine.core.scheduler.waiting]}
     if phase == "half prefilled":
         engine.step()
-        assert 0 < statuses[first].num_computed_tokens < 30
+        assert 0 < engine.num_computed(statuses[first]) < 30
     elif phase == "decoding":
         while not engine.outputs[first]:
             engine.step()
@@ -241,7 +240,7 @@ def test_max_tokens_zero_computes_the_prompt_and_yields_one_output_without_token
 
 def test_the_prefill_share_of_a_mixed_step_follows_its_measured_cost() -> None:
     engine = Harness(num_global_blocks=600, max_num_batched_tokens=64)
-    engine.core.scheduler.mixed_prefill_tokens = 8
+    engine.core.scheduler.budget.mixed_prefill_tokens = 8
     engine.add(prompt(3), max_tokens=5)
     engine.step()
     engine.add(prompt(50, 2), max_tokens=1)
@@ -253,15 +252,17 @@ def test_the_prefill_share_of_a_mixed_step_follows_its_measured_cost() -> None:
 class FastRunner:
     """Tokens without a network and without checks, for very long sequences."""
 
-    def run(self, chunks: Sequence[SequenceChunk]) -> list[ChunkResult]:
-        return [ChunkResult(token_ids=[chunk.start % 1000] if chunk.samples else []) for chunk in chunks]
+    def run(self, step: StepInput) -> StepResult:
+        others = {i: ChunkResult() for i, chunk in enumerate(step.prefills) if not chunk.samples}
+        return StepResult([start % 1000 for start in step.starts.tolist()] + [0] * len(step.prefills), others)
 
 
 def test_from_1k_to_30k_tokens_one_request_holds_the_same_number_of_local_blocks() -> None:
     """The window and blocks of the 270M. Each decode step holds W / B + 1 local blocks, and what recycling
     frees is reused."""
     spec = KVCacheSpec(16, 512, num_global_layers=3, num_local_layers=15, bytes_per_token_per_layer=1024)
-    kv = KVCacheManager(spec, 30_100 // 16 + 2, spec.local_pool_blocks(1, 512), prefix_caching=False)
+    batch = RunningBatch(1, 30_100 // 16 + 1)
+    kv = KVCacheManager(spec, batch, 30_100 // 16 + 2, spec.local_pool_blocks(1, 512), prefix_caching=False)
     core = EngineCore(FastRunner(), kv, SchedulerConfig(1, 512, 30_000))
     core.add(GenerationSpec("long", [2] * 1000, SamplingParams(max_tokens=29_000)))
     while core.stats.num_running == 0 or core.scheduler.running[0].num_output_tokens == 0:
@@ -273,7 +274,7 @@ def test_from_1k_to_30k_tokens_one_request_holds_the_same_number_of_local_blocks
         before = core.stats.recycled_blocks_total
         core.step()
         if core.has_work:
-            computed = request.num_computed_tokens
+            computed = int(batch.num_computed_tokens[request.row])
             # After the step the tail has moved already: what it held while running is what it holds plus what
             # it gave back.
             held.add(kv.local_pool.num_used + core.stats.recycled_blocks_total - before)

@@ -108,7 +108,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(budget=st.integers(1, 24))
     def change_prefill_share(self, budget: int) -> None:
-        self.engine.core.scheduler.mixed_prefill_tokens = max(self.engine.spec.block_size, budget)
+        self.engine.core.scheduler.budget.mixed_prefill_tokens = max(self.engine.spec.block_size, budget)
 
     @invariant()
     def holds(self) -> None:
@@ -118,12 +118,9 @@ class EngineMachine(RuleBasedStateMachine):
         engine.core.scheduler.check_invariants()
         seen["held"] += len(engine.core.scheduler._held)
         for request in engine.core.scheduler.running:
-            held = (
-                len(engine.kv.tables[request.request_id].local_blocks)
-                - engine.kv.tables[request.request_id].num_recycled
-            )
-            running = max(1, request.num_uncomputed_tokens)
-            assert held <= engine.spec.blocks(request.num_computed_tokens, running).local_blocks
+            held = int(engine.kv.batch.num_blocks[request.row]) - engine.kv.window.first_kept[request.row]
+            running = max(1, engine.num_uncomputed(request))
+            assert held <= engine.spec.blocks(engine.num_computed(request), running).local_blocks
         for request_id, (tokens, max_tokens, stops) in self.prompts.items():
             outputs = engine.outputs[request_id]
             if outputs and outputs[-1].finish_reason and request_id not in self.aborted:

@@ -1,11 +1,8 @@
-"""Requests that decode together as arrays: what takes one of them out of the group leaves the others as they
-are."""
-
-from collections.abc import Sequence
+"""Rows that decode together as arrays: what happens to one of them leaves the others as they are."""
 
 import pytest
 
-from model.interface.sequence_chunk import NOT_FINITE, ChunkResult, SampledTokens, SequenceChunk
+from model.interface.sequence_chunk import NOT_FINITE, StepInput, StepResult
 from tests.server.engine.harness import CheckingRunner, Harness, expected_tokens
 from tests.server.engine.scheduler.test_scheduler import prompt
 
@@ -13,9 +10,9 @@ from tests.server.engine.scheduler.test_scheduler import prompt
 class FaultyAtOnce(CheckingRunner):
     """In its eighth step of bare tokens, the second sequence's logits are not finite."""
 
-    def run(self, chunks: Sequence[SequenceChunk]) -> Sequence[ChunkResult]:
-        results = super().run(chunks)
-        if isinstance(results, SampledTokens) and self.num_array_steps == 8:
+    def run(self, step: StepInput) -> StepResult:
+        results = super().run(step)
+        if not results.others and self.num_array_steps == 8:
             results.token_ids[1] = -1
         return results
 
@@ -86,11 +83,13 @@ def test_one_that_was_preempted_and_finds_itself_in_the_prefix_cache_joins_those
     requests = [engine.add(prompt(3), max_tokens=count) for count in (60, 40)]
     joined = False
     while engine.core.has_work:
-        group, num_admissions = engine.core.scheduler._group, engine.kv.num_admissions
+        num_running, num_array_steps = engine.core.scheduler.num_running, engine.runner.num_array_steps
+        num_preempted = engine.core.stats.preemptions_total
         engine.step()
         joined = joined or (
-            group is not None
-            and engine.kv.num_admissions > num_admissions
+            num_running == 1
+            and num_preempted > 0
+            and engine.runner.num_array_steps > num_array_steps
             and len(engine.runner.steps[-1]) == 2
         )
     assert joined
