@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from model.config.gemma3_config import Gemma3Config
 from model.interface.errors import CheckpointError
+from model.precision import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     import torch
 
-EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"
 END_OF_TURN = "<end_of_turn>"
 
 
@@ -66,6 +65,11 @@ class Checkpoint(Protocol):
     @property
     def weight_format(self) -> str:
         """How the weights are stored, for logs: "Q4_K_M", "bfloat16"."""
+        ...
+
+    @property
+    def stored_types(self) -> Mapping[str, str]:
+        """The type of each tensor as the file names it ("Q4_K", "BF16"), by canonical name."""
         ...
 
     def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":

@@ -12,7 +12,7 @@ import mmap
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
@@ -24,8 +24,6 @@ from gguf.constants import GGML_QUANT_SIZES, LlamaFileType
 from tqdm import tqdm
 
 from model.checkpoint.base import (
-    EMBEDDING,
-    HEAD,
     check_tensors,
     expected_shapes,
     is_norm,
@@ -38,6 +36,7 @@ from model.checkpoint.gguf_tokenizer import CONVERTER_VERSION, build_tokenizer_j
 from model.checkpoint.tokenizer_cache import cached_tokenizer
 from model.config.gemma3_config import Gemma3Config
 from model.interface.errors import CheckpointError, ConfigError
+from model.precision import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     import torch
@@ -197,6 +196,10 @@ class GGUFCheckpoint:
     @property
     def tokens(self) -> list[str]:
         return self._header.metadata["tokenizer.ggml.tokens"]  # type: ignore[no-any-return]
+
+    @property
+    def stored_types(self) -> Mapping[str, str]:
+        return {name: info.quantization.name for name, info in self._infos.items()}
 
     @cached_property
     def weight_format(self) -> str:

@@ -26,9 +26,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from model.checkpoint.base import (
-    EMBEDDING,
     END_OF_TURN,
-    HEAD,
     check_tensors,
     expected_shapes,
     require_complete,
@@ -43,6 +41,7 @@ from model.checkpoint.safetensors_header import (
 from model.config.formats import token_id_list
 from model.config.gemma3_config import Gemma3Config
 from model.interface.errors import CheckpointError, ConfigError
+from model.precision import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     import torch
@@ -279,6 +278,10 @@ class HuggingFaceCheckpoint:
     @property
     def weight_files(self) -> list[Path]:
         return sorted(self._headers)
+
+    @property
+    def stored_types(self) -> dict[str, str]:
+        return {name: stored.dtype for name, stored in self._tensors.items()}
 
     @cached_property
     def weight_format(self) -> str:

@@ -18,7 +18,6 @@ from model.execution.cuda_graphs import CudaGraphDevice, DecodeGraphs, GraphDevi
 from model.execution.device_batch import DeviceBatch
 from model.execution.out_of_memory import is_out_of_memory, remedy
 from model.execution.weight_cache import WeightCache
-from model.host.cpu_features import cpu_computes_bfloat16
 from model.host.memory import available_memory
 from model.interface.errors import ConfigError
 from model.interface.kv_cache_spec import KVCachePlan, KVCacheSpec
@@ -31,7 +30,7 @@ from model.network.kv_cache import KVCache
 from model.network.pending_step import PendingStep
 from model.ops.interface import Ops
 from model.ops.select import select_ops
-from model.precision import resolve_quantization
+from model.precision import compute_type, resolve_quantization
 from model.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -45,20 +44,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The compute dtype for a --dtype value. "auto" is bfloat16 where the device computes in it, else
-    float32.
-
-    float16 is refused: Gemma 3's residual stream passes its largest number, 65504.
-    """
-    if dtype == "auto":
-        return torch.bfloat16 if device.type != "cpu" or cpu_computes_bfloat16() else torch.float32
-    if dtype in ("float16", "half"):
-        raise ConfigError(
-            "--dtype float16 is not supported: Gemma 3 overflows in it. Use bfloat16, float32 or auto."
-        )
-    if dtype not in DTYPES:
-        raise ConfigError(f"--dtype {dtype} is not supported. Use bfloat16, float32 or auto.")
-    return DTYPES[dtype]
+    """The compute dtype for a --dtype value (``model.precision.compute_type``)."""
+    return DTYPES[compute_type(dtype, device.type)]
 
 
 class Shard(Protocol):

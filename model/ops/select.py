@@ -6,6 +6,7 @@ import torch
 
 from model.interface.errors import ConfigError
 from model.ops.interface import Ops
+from model.precision import kept_quantization
 
 logger = logging.getLogger(__name__)
 
@@ -21,21 +22,18 @@ def select_ops(device: torch.device, dtype: torch.dtype, quantization: str = "no
     from model.ops.reference import ReferenceOps
 
     if device.type == "cuda":
-        return _select_cuda_ops(device, dtype, quantization)
+        return _select_cuda_ops(device, dtype, kept_quantization(quantization, "cuda", has_kernels=False))
     if quantization == "fp8":
         raise ConfigError("--quantization fp8 needs a CUDA device. On a CPU, use int8, int4, none or auto.")
     if device.type == "cpu":
         from model.ops.cpu.backend import CpuOps
         from model.ops.cpu.build import BuildError
+        from model.ops.cpu.weights import WeightStorage
 
+        kept = kept_quantization(quantization, "cpu", has_kernels=True)
+        storages: dict[str, WeightStorage] = {"none": "exact", "int8": "int8", "int4": "int4"}
         try:
-            match quantization:
-                case "none":
-                    return CpuOps(device, dtype)
-                case "auto":
-                    return CpuOps(device, dtype, "int8")
-                case "int8" | "int4":
-                    return CpuOps(device, dtype, quantization)
+            return CpuOps(device, dtype, storages[kept])
         except BuildError as error:
             logger.warning(
                 "The fast CPU kernels are not used: %s. Everything works, several times slower.", error

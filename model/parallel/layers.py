@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from model.checkpoint.base import HEAD
 from model.config.gemma3_config import Gemma3Config
 from model.interface.errors import ConfigError
 from model.network.gemma3 import Gemma3
 from model.network.layers import Embedding, Head, Linear
-from model.ops.cpu.weights import GROUP
 from model.ops.interface import LinearRole, Ops
 from model.parallel.group import Group
 from model.parallel.split import FLAG, Part, divided_config
+from model.precision import GROUP, HEAD
 
 MAX_ROWS = 64  # of logits gathered at once
 

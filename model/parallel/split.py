@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from model.checkpoint.base import EMBEDDING, HEAD
 from model.config.gemma3_config import Gemma3Config
 from model.interface.errors import ConfigError
-from model.interface.kv_cache_spec import ceil_div
+from model.precision import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     import torch
@@ -45,14 +44,6 @@ def divided_config(config: Gemma3Config, size: int) -> Gemma3Config:
         num_attention_heads=config.num_attention_heads // size,
         num_key_value_heads=max(1, config.num_key_value_heads // size),
         intermediate_size=config.intermediate_size // size,
-    )
-
-
-def rank_parameter_count(config: Gemma3Config, size: int, tied: bool) -> int:
-    """Weights of the rank that holds most."""
-    elsewhere = config.vocab_size - ceil_div(config.vocab_size, size)
-    return divided_config(config, size).parameter_count(tied) - elsewhere * config.hidden_size * (
-        1 if tied else 2
     )
 
 

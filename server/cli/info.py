@@ -4,6 +4,7 @@ loading any weights. MODEL may also be a size such as 4b, which needs no checkpo
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from server.cli.common import add_command, settings_of
@@ -54,15 +55,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def layouts(settings: Settings, *, as_json: bool) -> str:
+    from model.precision import TYPE_BYTES
     from server.loading.layouts import as_dicts, as_text, compare_layouts
-    from server.loading.memory_plan import DTYPE_SIZES
 
     budget, num_tokens = settings.kv_cache_memory or 8 << 30, settings.max_model_len or 32_768
     rows = compare_layouts(
         budget,
         num_tokens,
         block_size=settings.block_size,
-        dtype_size=DTYPE_SIZES.get(settings.dtype, DTYPE_SIZES["bfloat16"]),
+        dtype_size=TYPE_BYTES.get(settings.dtype, TYPE_BYTES["bfloat16"]),
         max_num_batched_tokens=settings.max_num_batched_tokens,
     )
     return json.dumps(as_dicts(rows), indent=2) if as_json else as_text(rows, budget, num_tokens)
@@ -72,11 +73,20 @@ def report_for(settings: Settings) -> "PlanReport":
     """Raises ConfigError or CheckpointError for a model that cannot be served, or a cache that is too
     small."""
     from model.config.gemma3_config import SIZES
-    from model.host.cpu_features import cpu_computes_bfloat16
-    from model.parallel.split import divided_config, rank_parameter_count
-    from model.precision import resolve_quantization
-    from server.loading.memory_plan import DTYPE_SIZES, make_report
+    from model.interface.kv_cache_spec import ceil_div
+    from model.ops.cpu.build import has_kernels
+    from model.parallel.split import divided_config
+    from model.precision import (
+        TYPE_BYTES,
+        cache_type,
+        compute_type,
+        kept_quantization,
+        resolve_quantization,
+        weight_bytes,
+    )
+    from server.loading.memory_plan import make_report
 
+    stored_types: Mapping[str, str] = {}
     if settings.model is not None and settings.model in SIZES:
         config, name, weight_format = SIZES[settings.model], f"gemma-3-{settings.model}", "no checkpoint"
     else:
@@ -84,22 +94,29 @@ def report_for(settings: Settings) -> "PlanReport":
 
         checkpoint = open_checkpoint(settings.model, cache_dir=settings.cache_dir)
         config, name, weight_format = checkpoint.config, checkpoint.name, checkpoint.weight_format
+        stored_types = checkpoint.stored_types
         checkpoint.close()
-    dtype = settings.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if settings.device == "cuda" or cpu_computes_bfloat16() else "float32"
+    device = "cuda" if settings.device == "cuda" else "cpu"
+    dtype = compute_type(settings.dtype, device)
+    asked = resolve_quantization(settings.quantization, settings.dtype)
+    quantization = kept_quantization(asked, device, has_kernels=has_kernels())
     size = settings.tensor_parallel_size
-    rounds_weights = resolve_quantization(settings.quantization, settings.dtype) in ("auto", "int8", "int4")
-    cache_dtype = (
-        "bfloat16" if settings.device != "cuda" and rounds_weights else dtype
-    )  # as the kernels of CPUs have it
-    spec = divided_config(config, size).kv_cache_spec(settings.block_size, DTYPE_SIZES[cache_dtype])
-    weight_bytes = rank_parameter_count(config, size, config.tie_word_embeddings) * DTYPE_SIZES[dtype]
+    part = divided_config(config, size)
+    spec = part.kv_cache_spec(settings.block_size, TYPE_BYTES[cache_type(dtype, quantization, device)])
+    num_weight_bytes = weight_bytes(
+        part,
+        compute=dtype,
+        quantization=quantization,
+        device=device,
+        has_kernels=has_kernels(),
+        vocabulary_rows=ceil_div(config.vocab_size, size),
+        stored_types=stored_types,
+    )
     max_model_len = min(
         settings.max_model_len or config.max_position_embeddings, config.max_position_embeddings
     )
     plan = spec.plan(
-        settings.kv_cache_memory or _default_budget(spec, settings, weight_bytes, max_model_len),
+        settings.kv_cache_memory or _default_budget(spec, settings, num_weight_bytes, max_model_len),
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_model_len=max_model_len,
@@ -110,7 +127,7 @@ def report_for(settings: Settings) -> "PlanReport":
         spec,
         plan,
         name=name,
-        weight_bytes=weight_bytes,
+        weight_bytes=num_weight_bytes,
         weight_format=weight_format,
         dtype=dtype,
         max_num_seqs=settings.max_num_seqs,

@@ -8,7 +8,6 @@ from model.config.gemma3_config import Gemma3Config
 from model.interface.kv_cache_spec import KVCachePlan, KVCacheSpec, ceil_div
 
 FIT_LENGTHS = (1024, 8192, 32768)
-DTYPE_SIZES = {"float32": 4, "bfloat16": 2}
 # Share of the host's memory free after loading that the cache gets by default: other programs and the
 # activations of a step live in the same memory.
 HOST_CACHE_SHARE = 0.5

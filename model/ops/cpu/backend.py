@@ -34,6 +34,7 @@ from model.ops.interface import (
     PackedForm,
 )
 from model.ops.reference import ReferenceOps
+from model.precision import cache_type
 
 _ATTENTION = Struct("7q 6q 4q 4q d")  # AttentionArguments in cpp/attention.h
 _ROPE = Struct("9q 5q 4q 3q d")  # RopeArguments in cpp/kernels.h
@@ -76,7 +77,9 @@ class CpuOps(ReferenceOps):
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        return self.dtype if self.quantization == "none" else torch.bfloat16
+        compute = "bfloat16" if self._is_bfloat16 else "float32"
+        kept = cache_type(compute, self.quantization, "cpu")
+        return torch.bfloat16 if kept == "bfloat16" else torch.float32
 
     def empty_cache(self, shape: tuple[int, ...]) -> torch.Tensor:
         """In huge pages as far as the system has them: decodes read it from end to end."""

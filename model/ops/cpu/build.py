@@ -111,7 +111,7 @@ def build(variant: Variant, cache_dir: Path, *, sanitize: bool = False) -> Path:
         return prebuilt
     if _is_whole(target):
         return target
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    compiler = _compiler()
     if compiler is None:
         raise BuildError("no C++ compiler was found; install g++, or set CXX to a GCC")
     try:
@@ -181,6 +181,20 @@ def _run(command: list[str]) -> None:
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode:
         raise BuildError(f"the compiler failed: {' '.join(command)}\n{finished.stderr[-2000:]}")
+
+
+def has_kernels() -> bool:
+    """Whether ``load_library`` is likely to succeed, without compiling anything: the processor runs a
+    variant, and its library or a compiler is there."""
+    variant = detect_variant()
+    if variant is None:
+        return False
+    libraries = (library_path(variant, folder) for folder in (PREBUILT, default_cache_dir()))
+    return any(library.exists() for library in libraries) or _compiler() is not None
+
+
+def _compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "g++"))
 
 
 def load_library() -> ctypes.CDLL:

@@ -9,6 +9,7 @@ import torch
 
 from model.host.huge_pages import HugePageMemory
 from model.ops.interface import LinearRole, PackedForm
+from model.precision import FEW_BITS_SHARE, GROUP
 
 # "exact" keeps weights as they are, in bfloat16 where that loses nothing (half the bytes to read), else in
 # float32. The others round: to bfloat16; to int8 in groups of 32 inputs; to int4 likewise, but the head,
@@ -16,8 +17,6 @@ from model.ops.interface import LinearRole, PackedForm
 # which loses nothing by it: 4 or 5 bits where they hold the values, 8 elsewhere. Few-bit weights are
 # multiplied by inputs of 8 bits, int8 ones by inputs of 16.
 WeightStorage = Literal["exact", "float32", "bfloat16", "int8", "int4"]
-GROUP = 32  # inputs that share a scale, as in GGUF's Q8_0, Q5_0 and Q4_K
-INT5_SHARE = 0.75  # of the panels must fit 5 bits
 _KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int5": 3, "int4": 3}
 _ELEMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
@@ -135,7 +134,7 @@ def _forms_needed(library: ctypes.CDLL, weight: torch.Tensor) -> torch.Tensor | 
         weight.data_ptr(), is_bfloat16, *weight.shape, forms.data_ptr(), torch.get_num_threads()
     )
     is_few = forms != library.few_bits_form(8, False)
-    return forms if bool(forms.all()) and int(is_few.sum()) >= INT5_SHARE * len(forms) else None
+    return forms if bool(forms.all()) and int(is_few.sum()) >= FEW_BITS_SHARE * len(forms) else None
 
 
 def _room(

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from model import precision
 from model.checkpoint.open import open_checkpoint
 from model.execution import runner as runner_module
 from model.execution.runner import ModelRunner, resolve_dtype
@@ -37,7 +38,7 @@ def test_dtypes_that_do_not_work_are_refused_with_a_remedy(dtype: str) -> None:
 
 def test_auto_dtype_is_bfloat16_where_the_device_computes_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for native, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(runner_module, "cpu_computes_bfloat16", lambda native=native: native)
+        monkeypatch.setattr(precision, "cpu_computes_bfloat16", lambda native=native: native)
         assert resolve_dtype("auto", CPU) == expected
     assert resolve_dtype("auto", torch.device("cuda")) == torch.bfloat16
 

@@ -1,16 +1,18 @@
 """Which part of a model each rank holds: parts fit together, and what cannot be divided is refused."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from model.checkpoint.base import EMBEDDING, HEAD, expected_shapes
+from model.checkpoint.base import expected_shapes, is_norm
 from model.config.gemma3_config import SIZES, Gemma3Config
 from model.interface.errors import ConfigError
 from model.interface.kv_cache_spec import ceil_div
 from model.parallel.layers import check_quantization
-from model.parallel.split import Part, divided_config, possible_sizes, rank_parameter_count
+from model.parallel.split import Part, divided_config, possible_sizes
+from model.precision import EMBEDDING, HEAD, weight_bytes
 from tests.model.tiny_models import CONFIG
 
 SMALL = replace(CONFIG, tie_word_embeddings=False)
@@ -100,8 +102,23 @@ def test_the_weights_of_a_rank_are_counted(name: str, size: int) -> None:
     counted = sum(
         part.tensor(tensor, torch.empty(shape, device="meta")).numel() for tensor, shape in shapes.items()
     )
-    assert rank_parameter_count(config, size, tied=True) == counted
-    assert rank_parameter_count(config, 1, tied=True) == config.parameter_count(tied=True)
+    norms = sum(math.prod(shape) for tensor, shape in shapes.items() if is_norm(tensor))
+
+    def count(ranks: int) -> float:
+        """Weights, by the bytes that they take in bfloat16 with norms in float32."""
+        num_bytes = weight_bytes(
+            divided_config(config, ranks),
+            compute="bfloat16",
+            quantization="none",
+            device="cuda",
+            has_kernels=False,
+            vocabulary_rows=ceil_div(config.vocab_size, ranks),
+            stored_types={},
+        )
+        return (num_bytes - 2 * norms) / 2
+
+    assert count(size) == counted
+    assert count(1) == config.parameter_count(tied=True)
     assert counted < config.parameter_count(tied=True) / size * 1.1 + ceil_div(config.hidden_size, 1)
 
 

@@ -9,6 +9,7 @@ import pytest
 from model.host.memory import available_memory
 from server.__main__ import main
 from server.loading.memory_plan import default_kv_cache_memory, format_bytes
+from tests.tiny import write_tiny_folder
 
 
 def info(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -132,3 +133,42 @@ def test_two_pools_against_every_token(capsys: pytest.CaptureFixture[str]) -> No
     assert list(rows) == ["270m", "1b", "4b", "12b", "27b"]
     assert 5.6 < rows["4b"]["ratio"] < 5.9
     assert rows["4b"]["hybrid_fit"] > 5.8 * rows["4b"]["uniform_fit"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization"), [("auto", "auto"), ("float32", "int8"), ("bfloat16", "int4"), ("auto", "none")]
+)
+def test_weights_and_cache_are_those_of_the_loaded_model(
+    dtype: str, quantization: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Within what kernels add to a weight: 1 %. Exact where weights are kept as they are."""
+    from model.checkpoint.open import open_checkpoint
+    from model.execution.runner import ModelRunner
+
+    flags = ("--dtype", dtype, "--quantization", quantization, "--device", "cpu", "--kv-cache-memory", "1GiB")
+    values = info(capsys, *flags)
+    checkpoint = open_checkpoint(None, progress=False)
+    runner = ModelRunner.load(
+        checkpoint, dtype=dtype, quantization=quantization, device="cpu", block_size=16, progress=False
+    )
+    checkpoint.close()
+    assert values["weight_bytes"] == pytest.approx(runner.weight_bytes, rel=0.01)
+    if quantization == "none":
+        assert values["weight_bytes"] == runner.weight_bytes
+    assert values["dtype"] == runner.dtype
+    assert values["kv_bytes_per_token_per_layer"] == 2 * 256 * runner.ops.cache_dtype.itemsize
+
+
+def test_weights_of_a_checkpoint_of_ours_in_bfloat16(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from model.checkpoint.open import open_checkpoint
+    from model.execution.runner import ModelRunner
+
+    folder = write_tiny_folder(tmp_path / "model")
+    for dtype in ("float32", "bfloat16"):
+        values = info(capsys, str(folder), "--dtype", dtype, "--kv-cache-memory", "64MiB")
+        checkpoint = open_checkpoint(str(folder), progress=False)
+        runner = ModelRunner.load(checkpoint, dtype=dtype, device="cpu", block_size=16, progress=False)
+        checkpoint.close()
+        assert values["weight_bytes"] == runner.weight_bytes

@@ -6,7 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from model.ops.cpu.weights import GROUP, PackedWeight, WeightStorage
+from model.ops.cpu.weights import PackedWeight, WeightStorage
+from model.precision import GROUP
 from tests.model.ops.cpu.harness import DTYPES, ROUNDING, cpu_ops, every_instruction_set, random_case
 from tests.model.ops.cpu.weights import panel_features, q4_0, q4_k, q5_0, q5_1, stored_case, stored_weight
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from model.ops.cpu.backend import CpuOps
-from model.ops.cpu.weights import GROUP, PackedWeight, put_together, take_apart
+from model.ops.cpu.weights import PackedWeight, put_together, take_apart
+from model.precision import GROUP
 from tests.model.ops.cpu.harness import DTYPES, cpu_ops, every_instruction_set, random_case
 from tests.model.ops.cpu.weights import panel_features, q5_0
 

@@ -4,7 +4,8 @@ influence each other."""
 import pytest
 import torch
 
-from model.ops.cpu.weights import GROUP, WeightStorage
+from model.ops.cpu.weights import WeightStorage
+from model.precision import GROUP
 from tests.model.ops.cpu.harness import DTYPES, ROUNDING, cpu_ops, every_instruction_set, random_case
 from tests.model.ops.cpu.weights import STORAGES, stored_case
 

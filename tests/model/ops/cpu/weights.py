@@ -4,7 +4,8 @@ kernels' forms."""
 import torch
 
 from model.ops.cpu.backend import CpuOps
-from model.ops.cpu.weights import GROUP, PackedWeight
+from model.ops.cpu.weights import PackedWeight
+from model.precision import GROUP
 from tests.model.ops.cpu.harness import cpu_ops, random_case
 
 STORAGES = ["float32", "bfloat16", "int8", "int5", "int4"]
