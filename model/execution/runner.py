@@ -229,8 +229,8 @@ class ModelRunner:
         return self._within_memory(step, keeps_tokens=False).results()
 
     def launch(self, step: StepInput) -> PendingStep:
-        """Hand one step to the device, and wait for it only where more than plain draws is wanted. What all of
-        its rows draw plainly is there for the next step. Raises StepMemoryError."""
+        """Hand one step to the device, and wait for it only where more than plain draws is wanted. A step of
+        nothing but plain draws leaves its tokens to the next one. Raises StepMemoryError."""
         return self._within_memory(step, keeps_tokens=True)
 
     def _within_memory(self, step: StepInput, *, keeps_tokens: bool) -> PendingStep:

@@ -52,6 +52,7 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.batch = kv.batch
+        assert self.batch.num_rows >= config.max_num_seqs, "every running request has a row"
         self.clock = clock
         self.waiting: deque[Request] = (
             deque()
