@@ -213,13 +213,16 @@ class ModelRunner:
 
     def run(self, step: StepInput) -> StepResult:
         """Run one step. Raises StepMemoryError."""
-        return self.launch(step).results()
+        return self._within_memory(step, keeps_tokens=False).results()
 
     def launch(self, step: StepInput) -> PendingStep:
-        """Hand one step to the device, and wait for it only where more than plain draws is wanted. Raises
-        StepMemoryError."""
+        """Hand one step to the device, and wait for it only where more than plain draws is wanted. A step of
+        nothing but plain draws leaves its tokens to the next one. Raises StepMemoryError."""
+        return self._within_memory(step, keeps_tokens=True)
+
+    def _within_memory(self, step: StepInput, *, keeps_tokens: bool) -> PendingStep:
         try:
-            return self._launch(step)
+            return self._launch(step, keeps_tokens)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -230,15 +233,18 @@ class ModelRunner:
         raise StepMemoryError(reason)
 
     @torch.inference_mode()
-    def _launch(self, step: StepInput) -> PendingStep:
+    def _launch(self, step: StepInput, keeps_tokens: bool) -> PendingStep:
         if not len(step):
             return PendingStep({})
         layout, hidden = self._run_network(step)
         positions = layout.context_lens - step.batch.num_prompt_tokens[layout.rows]  # tokens generated so far
         is_plain = step.is_plain
-        if is_plain.all():
+        if np.count_nonzero(is_plain) == len(is_plain):
             states = hidden if not step.prefills else hidden[to_device(layout.last_tokens, hidden.device)]
-            return PendingStep({}, self._draw(states, step.batch, layout.rows, positions))
+            drawn = self._draw(states, step.batch, layout.rows, positions)
+            if keeps_tokens:
+                self._held(step.batch).keep_tokens(to_device(layout.rows, drawn.device), drawn)
+            return PendingStep({}, drawn)
         others = {index: ChunkResult() for index in np.flatnonzero(~is_plain).tolist()}
         self._pool(hidden, step, layout, others)
         self._score_prompts(hidden, step, layout, others)
@@ -254,25 +260,21 @@ class ModelRunner:
     def _draw(
         self, states: torch.Tensor, batch: RunningBatch, rows: IntArray, positions: IntArray
     ) -> torch.Tensor:
-        """Plain draws from final hidden states [k, h], kept for the next step: int64 [k], -1 where logits are
-        not finite."""
-        drawn = []
+        """Plain draws from final hidden states [k, h]: int64 [k], -1 where logits are not finite."""
         count, length = len(rows), self.max_logits_rows
-        for first in range(0, count, length):
-            part = slice(first, first + length)
-            drawn.append(
-                self._draw_slice(
-                    states if count <= length else states[part], batch, rows[part], positions[part]
-                )
-            )
-        token_ids = torch.cat(drawn) if len(drawn) > 1 else drawn[0]
-        self._held(batch).keep_tokens(to_device(rows, token_ids.device), token_ids)
-        return token_ids
+        if count <= length:
+            return self._draw_slice(states, batch, rows, positions)
+        parts = [slice(first, first + length) for first in range(0, count, length)]
+        return torch.cat(
+            [self._draw_slice(states[part], batch, rows[part], positions[part]) for part in parts]
+        )
 
     def _draw_slice(
         self, states: torch.Tensor, batch: RunningBatch, rows: IntArray, positions: IntArray
     ) -> torch.Tensor:
-        token_ids = self.model.greedy(states) if batch.is_greedy[rows].all() else None
+        token_ids = (
+            self.model.greedy(states) if np.count_nonzero(batch.is_greedy[rows]) == len(rows) else None
+        )
         if token_ids is None:
             logits = self.model.logits(states)
             began = time.monotonic()

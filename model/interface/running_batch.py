@@ -137,6 +137,6 @@ class RunningBatch:
     def block_tables(self, rows: IntArray, width: int) -> npt.NDArray[np.int32]:
         """[group, len(rows), width] of these rows. Of the first rows in their order it is a part of
         ``blocks``, else a copy."""
-        if np.array_equal(rows, self._first_rows[: len(rows)]):
+        if np.count_nonzero(rows == self._first_rows[: len(rows)]) == len(rows):
             return self.blocks[:, : len(rows), :width]
         return np.stack([tables[rows, :width] for tables in self.blocks])

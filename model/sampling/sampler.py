@@ -71,7 +71,7 @@ class Sampler:
         """A token per row of finite logits, as they are, for these rows of the batch: int64 [r].
         ``positions`` [r]: tokens that each sequence has generated. Waits for nothing that the device
         computes."""
-        if batch.is_greedy[rows].all():
+        if np.count_nonzero(batch.is_greedy[rows]) == len(rows):
             return self.ops.argmax(logits)
         groups = sampling_metadata(batch, rows, positions, logits.shape[1], logits.device)
         if len(groups) == 1:

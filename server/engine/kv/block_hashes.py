@@ -21,7 +21,8 @@ class BlockHasher:
         while len(hashes) < count:
             start = len(hashes) * size
             parent = hashes[-1] if hashes else chain_root(cache_salt)
-            hashes.append(hash_block(parent, self._pack(*token_ids[start : start + size])))
+            content = self._pack(*token_ids[start : start + size])
+            hashes.append(hash_block(parent, content))
 
 
 def chain_root(cache_salt: str | None) -> bytes:

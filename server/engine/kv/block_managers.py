@@ -5,7 +5,6 @@ for how long.
 """
 
 from collections.abc import Sequence
-from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -92,10 +91,10 @@ class SlidingWindowManager(BlockManager):
         first_local_block, first_kept = self._spec.first_local_block, self.first_kept
         for row, num_computed in zip(rows, num_computed_tokens, strict=True):
             first, old = first_local_block(num_computed), first_kept[row]
-            if first > old:
-                skipped_rows += repeat(row, first - old)
-                skipped_indices += range(old, first)
-                first_kept[row] = first
+            for index in range(old, first):
+                skipped_rows.append(row)
+                skipped_indices.append(index)
+            first_kept[row] = max(first, old)
         if skipped_rows:
             entries = np.array(skipped_rows), np.array(skipped_indices)
             blocks = self._tables[entries].tolist()

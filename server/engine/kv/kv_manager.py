@@ -7,7 +7,6 @@ torch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 
 import numpy as np
 
@@ -200,9 +199,10 @@ class KVCacheManager:
             full, cached = num_computed // block_size, record.num_cached_blocks
             if full > cached:
                 extend(record.hashes, request.token_ids, request.spec.cache_salt, full)
-                rows += repeat(request.row, full - cached)
-                indices += range(cached, full)
-                hashes += record.hashes[cached:full]
+                for index in range(cached, full):
+                    rows.append(request.row)
+                    indices.append(index)
+                    hashes.append(record.hashes[index])
                 record.num_cached_blocks = full
                 if record.announced:
                     self._withdraw(record, full - cached)

@@ -52,6 +52,7 @@ class Scheduler:
         self.config = config
         self.kv = kv
         self.batch = kv.batch
+        assert self.batch.num_rows >= config.max_num_seqs, "every running request has a row"
         self.clock = clock
         self.waiting: deque[Request] = (
             deque()
@@ -145,7 +146,7 @@ class Scheduler:
         rows = self._rows if len(decodes) == len(self.running) else _rows_of(decodes)
         chunks = [chunk.sequence_chunk(batch) for chunk in scheduled.prefills]
         step = StepInput(batch, rows, batch.num_computed_tokens[rows], batch.last_token_ids[rows], chunks)
-        self._can_go_on = rows is self._rows and bool(batch.is_plain[rows].all())
+        self._can_go_on = rows is self._rows and np.count_nonzero(batch.is_plain[rows]) == len(rows)
         self._in_flight.append(step)
         return step
 
@@ -158,7 +159,7 @@ class Scheduler:
         batch, rows = self.batch, self._rows
         num_tokens = batch.num_tokens[rows] + 1
         goes_on = num_tokens < batch.max_num_tokens[rows]
-        if not goes_on.all():
+        if np.count_nonzero(goes_on) < len(rows):
             rows, num_tokens = rows[goes_on], num_tokens[goes_on]
         if not len(rows) or not self._allocate_missing(rows, num_tokens):
             return None
@@ -168,8 +169,8 @@ class Scheduler:
 
     def _allocate_missing(self, rows: IntArray, num_tokens: IntArray) -> bool:
         """Slots for so many tokens in each of the rows, where there are not. Of all or of none."""
-        lacking = num_tokens > self.batch.num_blocks[rows] * self.kv.block_size
-        if not lacking.any():
+        lacking = np.flatnonzero(num_tokens > self.batch.num_blocks[rows] * self.kv.block_size)
+        if not len(lacking):
             return True
         return self.kv.allocate_slots(rows[lacking], num_tokens[lacking])
 
@@ -179,29 +180,28 @@ class Scheduler:
         num_tokens = batch.num_tokens[rows]
         has_one_left = num_tokens - batch.num_computed_tokens[rows] == 1
         chosen, others = self.running, list[Request]()
-        if not has_one_left.all() or len(rows) > self.config.max_num_batched_tokens:
+        limit = self.config.max_num_batched_tokens
+        if np.count_nonzero(has_one_left) < len(rows) or len(rows) > limit:
             others = [self.running[index] for index in np.flatnonzero(~has_one_left)]
-            indices = np.flatnonzero(has_one_left)[: self.config.max_num_batched_tokens]
-            chosen, rows, num_tokens = (
-                [self.running[index] for index in indices],
-                rows[indices],
-                num_tokens[indices],
-            )
+            indices = np.flatnonzero(has_one_left)[:limit]
+            chosen, rows = [self.running[index] for index in indices], rows[indices]
+            num_tokens = num_tokens[indices]
         if not self._allocate_missing(rows, num_tokens):
             for request in list(chosen):
                 if request.status is RUNNING:  # else it was preempted for one before it
                     self._allocate_or_preempt(request, 1, step)
             chosen = [request for request in chosen if request.status is RUNNING]
             rows = _rows_of(chosen)
-        has_output = batch.num_tokens[rows] > batch.num_prompt_tokens[rows]
-        if has_output.all():
+            num_tokens = batch.num_tokens[rows]
+        decodes = num_tokens > batch.num_prompt_tokens[rows]
+        if np.count_nonzero(decodes) == len(rows):
             step.decodes += chosen
-        else:
-            for request, decodes in zip(chosen, has_output.tolist(), strict=True):
-                if decodes:
-                    step.decodes.append(request)
-                else:
-                    step.prefills.append(ScheduledChunk(request, 1))
+            return others
+        for request, is_decode in zip(chosen, decodes.tolist(), strict=True):
+            if is_decode:
+                step.decodes.append(request)
+            else:
+                step.prefills.append(ScheduledChunk(request, 1))
         return others
 
     def _schedule_prefills(self, step: ScheduledStep, prefills: list[Request], budget: int) -> int:
@@ -370,7 +370,9 @@ class Scheduler:
                 token_ids = [token_ids[index] for index in alive]
         outputs = StepOutputs(requests, token_ids)
         special = {index for index in others if index < len(rows)}
-        special.update(np.flatnonzero(starts + 2 >= self.batch.max_num_tokens[rows]).tolist())
+        is_longest = starts + 2 >= self.batch.max_num_tokens[rows]
+        if np.count_nonzero(is_longest):
+            special.update(np.flatnonzero(is_longest).tolist())
         if not all(ids.isdisjoint(token_ids) for ids in self._stop_tokens):
             special.update(i for i, r in enumerate(requests) if token_ids[i] in r.ending_ids)
         if not special:
@@ -394,9 +396,10 @@ class Scheduler:
         batch.last_token_ids[rows] = token_ids
         for request, token_id in zip(requests, token_ids, strict=True):
             request.token_ids.append(token_id)
-        full = np.flatnonzero(num_computed % self.kv.block_size == 0).tolist()
-        if full:
-            self.kv.cache_full_blocks([requests[index] for index in full], num_computed[full].tolist())
+        full = np.flatnonzero(num_computed % self.kv.block_size == 0)
+        if len(full):
+            filling = [requests[index] for index in full.tolist()]
+            self.kv.cache_full_blocks(filling, num_computed[full].tolist())
 
     def _update_decode(self, request: Request, result: ChunkResult) -> TokenOutput | RequestFailedError:
         num_computed = self._count_computed(request, 1)

@@ -40,6 +40,7 @@ def make_core(
         max_model_len=MAX_MODEL_LEN,
         prefix_caching=False,
     )
+    runner.mirrors_tables = device is not None  # as on a device that keeps tables of its own
     runner.allocate_cache(plan)
     assert runner.cache is not None
     for layer in runner.cache.layers:
