@@ -9,6 +9,7 @@ BIN := .venv/bin
 PIP_PLAIN := $(BIN)/python -m pip install --disable-pip-version-check --no-input
 PIP := $(PIP_PLAIN) -c constraints.txt
 INPUTS := pyproject.toml constraints.txt
+CPP := $(wildcard model/ops/cpu/cpp/*.cpp model/ops/cpu/cpp/*.h tests/model/ops/cpu/*.cpp tests/model/ops/cpu/*.h)
 
 .PHONY: run test lint format docs bench soak overload fuzz corpus schema-test sanitize gpu-test gpu-compile sizes-test \
   prometheus-test nginx-test image-test router-test scaling-check ray-test documents-test lm-eval-test clients-test clean
@@ -22,12 +23,14 @@ test: .venv/test.stamp
 lint: .venv/test.stamp
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
 	$(BIN)/python -m mypy
 	if [ -x $(BIN)/hadolint ]; then $(BIN)/hadolint Dockerfile; else echo "no hadolint for this machine: Dockerfile not checked"; fi
 
 format: .venv/test.stamp
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
+	$(BIN)/clang-format -i $(CPP)
 
 docs: .venv/demo.stamp
 	$(BIN)/python -m server.settings > docs/settings.md

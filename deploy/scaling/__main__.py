@@ -137,8 +137,12 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         ("out tok/s", 10),
         ("busy", 6),
         ("cached", 7),
+        ("TTFT p50", 9),
+        ("p95", 7),
+        ("p99 s", 7),
+        ("token ms", 8),
+        ("steps", 9),
     )
-    columns += (("TTFT p50", 9), ("p95", 7), ("p99 s", 7), ("token ms", 8), ("steps", 9))
     print(" ".join(name.ljust(-width) if width < 0 else name.rjust(width) for name, width in columns))
     for count in arguments.replicas:
         demand = Demand(

@@ -184,18 +184,18 @@ class Simulation:
                 self._push(0.0, None, self._requests.popleft())
         prompt_tokens, now = 0, 0.0
         while self._events:
-            now, _, index, request = heapq.heappop(self._events)
+            now, _, index, sent = heapq.heappop(self._events)
             if index is None:
-                assert request is not None
-                prompt_tokens += len(request.prompt_token_ids)
-                self._send(now, request)
+                assert sent is not None
+                prompt_tokens += len(sent.prompt_token_ids)
+                self._send(now, sent)
                 continue
             replica = self._replicas[index]
-            if request is None:
+            if sent is None:
                 replica.is_stepping = False
             else:
-                sampling = SamplingParams(max_tokens=request.output_tokens, temperature=0.0)
-                replica.core.add(GenerationSpec(str(request.number), request.prompt_token_ids, sampling), now)
+                sampling = SamplingParams(max_tokens=sent.output_tokens, temperature=0.0)
+                replica.core.add(GenerationSpec(str(sent.number), sent.prompt_token_ids, sampling), now)
             if not replica.is_stepping and replica.core.has_work:
                 self._step(now, index, replica)
         return Outcome(

@@ -1,10 +1,11 @@
 // Causal attention over the paged cache, with an optional window: prefill chunks and decodes alike.
 //
-// The context is cut into splits at fixed positions (multiples of SPLIT) and these are put together to spans; a row's result is the
-// ordered merge of its spans, each the ordered merge of its splits. Within a split every score is one chain over the head, every
-// weighted sum one chain over the keys, and a key that a row does not see has weight 0, which leaves a chain as it is. So a row's
-// result is the same bits whichever rows share its item, whether one item covers all splits or each its own, or each a span, and on
-// any number of threads. Only slots that some row of the item sees are read.
+// The context is cut into splits at fixed positions (multiples of SPLIT) and these are put together to spans;
+// a row's result is the ordered merge of its spans, each the ordered merge of its splits. Within a split
+// every score is one chain over the head, every weighted sum one chain over the keys, and a key that a row
+// does not see has weight 0, which leaves a chain as it is. So a row's result is the same bits whichever rows
+// share its item, whether one item covers all splits or each its own, or each a span, and on any number of
+// threads. Only slots that some row of the item sees are read.
 #include "kernels.h"
 
 #include <vector>
@@ -15,7 +16,8 @@ namespace {
 constexpr int64_t ROW_TILE = 4;
 constexpr int64_t QUERY_TILE = 16, SMALL_QUERY_TILE = 4;
 
-// The splits of some rows, merged one after the other. A span alone is that span, to the bit, so whole spans may be added, too.
+// The splits of some rows, merged one after the other. A span alone is that span, to the bit, so whole spans
+// may be added, too.
 class Merged {
  public:
   void start(int64_t rows, int64_t head_dim) {
@@ -81,7 +83,9 @@ class Attention {
   int64_t start(int64_t sequence) const {  // position of the sequence's first query
     return a.context_lens[sequence] - (a.query_start[sequence + 1] - a.query_start[sequence]);
   }
-  int64_t first_visible(int64_t position) const { return a.window ? std::max<int64_t>(0, position - a.window + 1) : 0; }
+  int64_t first_visible(int64_t position) const {
+    return a.window ? std::max<int64_t>(0, position - a.window + 1) : 0;
+  }
   bool worth_sharing() const { return work > 1 << 16; }
 
   void plan() {
@@ -128,8 +132,8 @@ class Attention {
 
   // Where keys [low, high) of the context stand in a cache.
   template <class T>
-  void locate(const Item& item, const void* cache, int64_t low, int64_t high, int64_t block_stride, int64_t slot_stride,
-              const T** places) const {
+  void locate(const Item& item, const void* cache, int64_t low, int64_t high, int64_t block_stride,
+              int64_t slot_stride, const T** places) const {
     const int32_t* table = a.block_table + item.sequence * a.table_stride;
     for (int64_t position = low; position < high;) {
       const int64_t block = position / a.block_size, end = std::min(high, (block + 1) * a.block_size);
@@ -142,7 +146,8 @@ class Attention {
   template <class T>
   const T* query_row(const Item& item, int64_t row) const {
     const int64_t token = a.query_start[item.sequence] + item.first_query + row / group;
-    return static_cast<const T*>(a.query) + (token * a.num_heads + item.kv_head * group + row % group) * a.head_dim;
+    return static_cast<const T*>(a.query) +
+           (token * a.num_heads + item.kv_head * group + row % group) * a.head_dim;
   }
 
   template <class Activation, class Cache>
@@ -160,7 +165,8 @@ class Attention {
     for (int64_t r = 0; r < rows; ++r) {
       const Activation* from = query_row<Activation>(item, r);
       float* to = scratch.query.data() + r * a.head_dim;
-      for (int64_t d = 0; d < a.head_dim; d += W) store(to + d, mul(load(from + d), set1(static_cast<float>(a.scale))));
+      for (int64_t d = 0; d < a.head_dim; d += W)
+        store(to + d, mul(load(from + d), set1(static_cast<float>(a.scale))));
       in_cache_order(to, a.head_dim, static_cast<const Cache*>(a.k_cache));
     }
     for (int64_t split = item.first_split; split <= item.last_split; ++split) {
@@ -182,8 +188,10 @@ class Attention {
   };
   Range visible(const Item& item, int64_t split, int64_t row, int64_t count) const {
     const int64_t position = start(item.sequence) + item.first_query;
-    const int64_t low = first_visible(position + row / group), high = position + (row + count - 1) / group + 1;
-    const int64_t first = std::max<int64_t>(0, low - split * SPLIT), last = std::min(SPLIT, high - split * SPLIT);
+    const int64_t low = first_visible(position + row / group),
+                  high = position + (row + count - 1) / group + 1;
+    const int64_t first = std::max<int64_t>(0, low - split * SPLIT),
+                  last = std::min(SPLIT, high - split * SPLIT);
     return {first, std::max(first, last)};
   }
 
@@ -194,15 +202,16 @@ class Attention {
     const int64_t low = split * SPLIT + all.first, high = split * SPLIT + all.last;
     locate(item, a.k_cache, low, high, a.k_block_stride, a.k_slot_stride, keys + all.first);
     locate(item, a.v_cache, low, high, a.v_block_stride, a.v_slot_stride, values + all.first);
-    // After the keys the first values are read, after the values the keys that follow, in this item or perhaps the next: they are
-    // fetched ahead. Places are repeated where the context ends.
+    // After the keys the first values are read, after the values the keys that follow, in this item or
+    // perhaps the next: they are fetched ahead. Places are repeated where the context ends.
     for (int64_t i = 0; i < 2 * AHEAD; ++i) {
       keys[all.last + i] = values[std::min(all.first + i, all.last - 1)];
       values[all.last + i] = keys[all.last - 1];
     }
     const int64_t end = std::min<int64_t>(high + 2 * AHEAD, a.context_lens[item.sequence]);
     if (high < end) locate(item, a.k_cache, high, end, a.k_block_stride, a.k_slot_stride, values + all.last);
-    const auto each_tile = [&](const auto& body) {  // key tile by key tile, so that a tile's keys are read once
+    // Key tile by key tile, so that a tile's keys are read once.
+    const auto each_tile = [&](const auto& body) {
       for (int64_t key = all.first / KEY_TILE * KEY_TILE; key < all.last; key += KEY_TILE)
         for (int64_t row = 0; row < rows; row += ROW_TILE) {
           const int64_t count = std::min(ROW_TILE, rows - row);
@@ -223,8 +232,10 @@ class Attention {
     });
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t tile = r / ROW_TILE * ROW_TILE;
-      const Range own = visible(item, split, r, 1), touched = visible(item, split, tile, std::min(ROW_TILE, rows - tile));
-      scratch.split_states[r] = weigh(scratch.scores.data() + r * SPLIT, own.first, own.last, touched.first, touched.last);
+      const Range own = visible(item, split, r, 1),
+                  touched = visible(item, split, tile, std::min(ROW_TILE, rows - tile));
+      scratch.split_states[r] =
+          weigh(scratch.scores.data() + r * SPLIT, own.first, own.last, touched.first, touched.last);
     }
     std::fill_n(scratch.split_values.begin(), rows * a.head_dim, 0.0f);
     each_tile([&](int64_t row, int64_t count, int64_t first, int64_t last) {

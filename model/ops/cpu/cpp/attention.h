@@ -1,5 +1,6 @@
-// One work item of paged attention: some consecutive queries of one sequence, all heads that share one KV head, some splits of
-// the context. See attention.cpp for how the work is cut and why results do not depend on it.
+// One work item of paged attention: some consecutive queries of one sequence, all heads that share one KV
+// head, some splits of the context. See attention.cpp for how the work is cut and why results do not depend
+// on it.
 #pragma once
 
 #include <algorithm>
@@ -13,22 +14,23 @@ namespace gemserve {
 
 constexpr int64_t SPLIT = 128;  // keys of a split: its scores are normalised together
 constexpr int64_t SPAN = 8;     // splits of a span: they are merged in ascending order, then spans are
-constexpr int64_t KEY_TILE = 16;     // keys that stay in the first-level cache while all rows of an item pass over them
+// Keys that stay in the first-level cache while all rows of an item pass over them.
+constexpr int64_t KEY_TILE = 16;
 constexpr int64_t AHEAD = KEY_TILE;  // keys between a use and its prefetch
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
 // Laid out as the caller packs it (model/ops/cpu/backend.py): 64-bit fields only.
 struct AttentionArguments {
-  const void* query;           // [n, num_heads, head_dim]
-  const void* k_cache;         // [blocks, block_size, kv_heads, head_dim], first two axes strided
+  const void* query;    // [n, num_heads, head_dim]
+  const void* k_cache;  // [blocks, block_size, kv_heads, head_dim], first two axes strided
   const void* v_cache;
-  void* output;                // [n, num_heads, head_dim]
-  const int32_t* block_table;  // [num_seqs, table_stride]
-  const int32_t* query_start;  // [num_seqs + 1]
-  const int32_t* context_lens; // [num_seqs]
+  void* output;                 // [n, num_heads, head_dim]
+  const int32_t* block_table;   // [num_seqs, table_stride]
+  const int32_t* query_start;   // [num_seqs + 1]
+  const int32_t* context_lens;  // [num_seqs]
   int64_t num_seqs, table_stride, block_size, num_heads, kv_heads, head_dim;
   int64_t k_block_stride, k_slot_stride, v_block_stride, v_slot_stride;  // in elements
-  int64_t window;              // 0: none
+  int64_t window;                                                        // 0: none
   int64_t is_bf16, cache_is_bf16, threads;  // bfloat16 queries come with a bfloat16 cache
   double scale;
 };
@@ -37,17 +39,22 @@ struct Item {
   int32_t sequence, kv_head;
   int32_t first_query, num_queries;  // within the sequence's own queries
   int64_t first_split, last_split;   // inclusive
-  int64_t partial;                   // index of its first row among the partial results, or -1: writes the output itself
-  int64_t piece;                     // of an item that was cut: splits of a piece, which begin at multiples of it
+  // Index of its first row among the partial results, or -1: writes the output itself.
+  int64_t partial;
+  // Of an item that was cut: splits of a piece, which begin at multiples of it.
+  int64_t piece;
 };
 
-// Running softmax of one row: the largest score, the sum of exponentials over it, and the weighted values, unnormalised.
+// Running softmax of one row: the largest score, the sum of exponentials over it, and the weighted values,
+// unnormalised.
 struct RowState {
   float largest, total;
 };
 
-// Adds the result of a split or a span to what came before. The only way in which they meet, here and across items.
-INLINE void merge(RowState& state, float* values, const RowState& split, const float* split_values, int64_t head_dim) {
+// Adds the result of a split or a span to what came before. The only way in which they meet, here and across
+// items.
+INLINE void merge(RowState& state, float* values, const RowState& split, const float* split_values,
+                  int64_t head_dim) {
   if (split.largest == NEVER) return;
   if (state.largest == NEVER) {  // what was there before may never have been written
     state = split;
@@ -62,13 +69,16 @@ INLINE void merge(RowState& state, float* values, const RowState& split, const f
     store(values + d, fma(load(values + d), set1(before), mul(load(split_values + d), set1(now))));
 }
 
-// Scores of ROWS rows against keys [first, last) of a split. ``places``: where the keys of a split stand, and what comes after them.
+// Scores of ROWS rows against keys [first, last) of a split. ``places``: where the keys of a split stand, and
+// what comes after them.
 template <int ROWS, class T>
-INLINE void score_keys(const float* query, const T* const* places, int64_t first, int64_t last, int64_t head_dim, float* scores) {
+INLINE void score_keys(const float* query, const T* const* places, int64_t first, int64_t last,
+                       int64_t head_dim, float* scores) {
   constexpr int64_t LINE = 64 / sizeof(T), STEP = std::max<int64_t>(LINE, 2 * W);
   int64_t key = first;
   for (; key + 2 <= last; key += 2) {
-    const T *one = places[key], *two = places[key + 1], *next_one = places[key + AHEAD], *next_two = places[key + AHEAD + 1];
+    const T *one = places[key], *two = places[key + 1], *next_one = places[key + AHEAD],
+            *next_two = places[key + AHEAD + 1];
     vf sums[ROWS][2];
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = zero();
@@ -114,10 +124,12 @@ INLINE void score_keys(const float* query, const T* const* places, int64_t first
   }
 }
 
-// values[ROWS][head_dim] += weights[ROWS] times the values of keys [first, last). A tile's values are read in pieces of 2 W of the
-// head, key after key, but those of the next tile are fetched as they lie in memory, a share of them with every piece.
+// values[ROWS][head_dim] += weights[ROWS] times the values of keys [first, last). A tile's values are read in
+// pieces of 2 W of the head, key after key, but those of the next tile are fetched as they lie in memory, a
+// share of them with every piece.
 template <int ROWS, class T>
-INLINE void add_values(const float* weights, const T* const* places, int64_t first, int64_t last, int64_t head_dim, float* values) {
+INLINE void add_values(const float* weights, const T* const* places, int64_t first, int64_t last,
+                       int64_t head_dim, float* values) {
   constexpr int64_t LINE = 64 / sizeof(T);
   const int64_t share = ceil_div(KEY_TILE * 2 * W, head_dim);
   int64_t fetched = first + AHEAD;
@@ -145,8 +157,8 @@ INLINE void add_values(const float* weights, const T* const* places, int64_t fir
   }
 }
 
-// Turns the scores of keys [first, last) of one row into weights. Other keys that its tile computes, [tile_first, tile_last), get
-// weight 0.
+// Turns the scores of keys [first, last) of one row into weights. Other keys that its tile computes,
+// [tile_first, tile_last), get weight 0.
 INLINE RowState weigh(float* scores, int64_t first, int64_t last, int64_t tile_first, int64_t tile_last) {
   if (first >= last) {
     for (int64_t i = tile_first; i < tile_last; ++i) scores[i] = 0.0f;
@@ -166,7 +178,8 @@ INLINE RowState weigh(float* scores, int64_t first, int64_t last, int64_t tile_f
     store(scores + i, weight);
   }
   const float sum = sum_lanes(total);
-  return {top == NEVER ? sum : top, sum};  // no score but NaN, which a maximum may drop: not to be taken for a split not seen
+  // No score but NaN, which a maximum may drop: not to be taken for a split not seen.
+  return {top == NEVER ? sum : top, sum};
 }
 
 }  // namespace gemserve

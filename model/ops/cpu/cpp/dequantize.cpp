@@ -1,5 +1,6 @@
-// Expands blocks of GGUF's commonest quantised types to float32. The same values, bit for bit, as gguf.quants.dequantize: the same
-// products in the same order, and no fused multiply-add (-ffp-contract=off). Formats: llama.cpp's ggml-quants.
+// Expands blocks of GGUF's commonest quantised types to float32. The same values, bit for bit, as
+// gguf.quants.dequantize: the same products in the same order, and no fused multiply-add (-ffp-contract=off).
+// Formats: llama.cpp's ggml-quants.
 #include <cstdint>
 #include <cstring>
 
@@ -56,7 +57,8 @@ void block_q4_k(const uint8_t* in, float* out) {  // half d, dmin; 6-bit scales 
   }
 }
 
-void block_q6_k(const uint8_t* in, float* out) {  // low nibbles[128]; high pairs[64]; int8 scales[16]; half d
+// Low nibbles[128]; high pairs[64]; int8 scales[16]; half d.
+void block_q6_k(const uint8_t* in, float* out) {
   const uint8_t* low = in;
   const uint8_t* high = in + 128;
   const int8_t* scales = reinterpret_cast<const int8_t*>(in + 192);
@@ -89,8 +91,10 @@ const Format kFormats[] = {
 
 extern "C" {
 
-// format: index into kFormats. Expands num_blocks blocks; *not_finite becomes 1 when a value is not finite, else it stays.
-void dequantize(const uint8_t* in, float* out, int64_t num_blocks, int32_t format, int32_t* not_finite, int32_t threads) {
+// format: index into kFormats. Expands num_blocks blocks; *not_finite becomes 1 when a value is not finite,
+// else it stays.
+void dequantize(const uint8_t* in, float* out, int64_t num_blocks, int32_t format, int32_t* not_finite,
+                int32_t threads) {
   using namespace gemserve;
   const Format& f = kFormats[format];
   constexpr int64_t kPiece = 1024;

@@ -1,8 +1,9 @@
-// A draw from whole rows of logits by inverse CDF in order of token id, cut at min_p and at top_p, without sorting.
+// A draw from whole rows of logits by inverse CDF in order of token id, cut at min_p and at top_p, without
+// sorting.
 //
-// Where top_p cuts is found by the mass per bucket of weights: the tokens of the one bucket in which the running mass, likeliest
-// first, passes the threshold are sorted, no others. All sums are cut at fixed places and joined in ascending order, so that the
-// outcome depends on the row alone.
+// Where top_p cuts is found by the mass per bucket of weights: the tokens of the one bucket in which the
+// running mass, likeliest first, passes the threshold are sorted, no others. All sums are cut at fixed places
+// and joined in ascending order, so that the outcome depends on the row alone.
 #include <cstring>
 #include <vector>
 
@@ -11,8 +12,10 @@
 namespace gemserve {
 namespace {
 
-constexpr int SHIFT = 19;                                          // buckets are cut at 4 bits of the mantissa
-constexpr int64_t BUCKETS = (int64_t{0x3f800000} >> SHIFT) + 1;    // weights are in [0, 1], and 1 is 0x3f800000
+// Buckets are cut at 4 bits of the mantissa.
+constexpr int SHIFT = 19;
+// Weights are in [0, 1], and 1 is 0x3f800000.
+constexpr int64_t BUCKETS = (int64_t{0x3f800000} >> SHIFT) + 1;
 
 INLINE int64_t bucket_of(float weight) {
   uint32_t bits;
@@ -31,9 +34,20 @@ struct Cut {
 
 class Draw {
  public:
-  Draw(const float* logits, int64_t rows, int64_t size, const float* temperature, const double* top_p, const float* min_p, int threads)
-      : logits(logits), temperature(temperature), top_p(top_p), min_p(min_p), rows(rows), size(size),
-        pieces(ceil_div(size, PIECE)), blocks(ceil_div(size, BLOCK)), threads(threads), tops(rows), cuts(rows), sums(rows * blocks) {}
+  Draw(const float* logits, int64_t rows, int64_t size, const float* temperature, const double* top_p,
+       const float* min_p, int threads)
+      : logits(logits),
+        temperature(temperature),
+        top_p(top_p),
+        min_p(min_p),
+        rows(rows),
+        size(size),
+        pieces(ceil_div(size, PIECE)),
+        blocks(ceil_div(size, BLOCK)),
+        threads(threads),
+        tops(rows),
+        cuts(rows),
+        sums(rows * blocks) {}
 
   void run(const double* uniform, int64_t* token_ids) {
     std::vector<float> piece_tops(rows * pieces);
@@ -69,8 +83,10 @@ class Draw {
     const float* x = logits + row * size;
     const int64_t border = cuts[row].last_equal < last ? std::max(first, cuts[row].last_equal + 1) : last;
     double total = 0.0;
-    if (first < border) total += sum_of(x + first, border - first, weigher(row, cuts[row].for_ids_from(first)));
-    if (border < last) total += sum_of(x + border, last - border, weigher(row, cuts[row].for_ids_from(border)));
+    if (first < border)
+      total += sum_of(x + first, border - first, weigher(row, cuts[row].for_ids_from(first)));
+    if (border < last)
+      total += sum_of(x + border, last - border, weigher(row, cuts[row].for_ids_from(border)));
     return total;
   }
 
@@ -114,7 +130,8 @@ class Draw {
     if (border.empty()) return;  // a row that is not finite, or whose weights all vanish
     std::sort(border.begin(), border.end());
     size_t last = 0;  // the token that crosses the threshold is kept, and the likeliest in any case
-    for (double through = before + border[0].value; last + 1 < border.size() && through < threshold; through += border[last].value)
+    for (double through = before + border[0].value; last + 1 < border.size() && through < threshold;
+         through += border[last].value)
       ++last;
     if (border[last].value < cuts[row].weight) return;  // min_p cuts more
     cuts[row] = {border[last].value, border[last].id};
@@ -129,7 +146,8 @@ class Draw {
     for (int64_t b = 0; b < blocks; ++b) {
       const double through = before + block_sums[b];
       if (through > target) {
-        // Added up one by one, the block may fall short of its sum by a rounding: then its last possible token is meant.
+        // Added up one by one, the block may fall short of its sum by a rounding: then its last possible
+        // token is meant.
         int64_t drawn = 0;
         double running = before;
         for (int64_t i = b * BLOCK; i < std::min(size, (b + 1) * BLOCK) && running <= target; ++i) {
@@ -148,7 +166,8 @@ class Draw {
 }  // namespace
 }  // namespace gemserve
 
-extern "C" void draw(const float* logits, int64_t rows, int64_t size, const float* temperature, const double* top_p, const float* min_p,
-                     const double* uniform, int64_t* token_ids, int32_t threads) {
+extern "C" void draw(const float* logits, int64_t rows, int64_t size, const float* temperature,
+                     const double* top_p, const float* min_p, const double* uniform, int64_t* token_ids,
+                     int32_t threads) {
   gemserve::Draw(logits, rows, size, temperature, top_p, min_p, threads).run(uniform, token_ids);
 }

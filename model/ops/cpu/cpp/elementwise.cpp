@@ -1,4 +1,5 @@
-// RMSNorm with its fusions, GeGLU, and QK-norm + rotation + cache write: one pass over memory each, float32 inside.
+// RMSNorm with its fusions, GeGLU, and QK-norm + rotation + cache write: one pass over memory each, float32
+// inside.
 #include <algorithm>
 #include <cmath>
 
@@ -43,11 +44,12 @@ void rms_norm_rows(const T* x, const float* scale, T* out, int64_t n, int64_t si
 }
 
 template <class T>
-void norm_add_norm_rows(const T* branch, T* residual, const float* post, const float* next, T* out, int64_t n, int64_t size,
-                        float eps, int threads) {
+void norm_add_norm_rows(const T* branch, T* residual, const float* post, const float* next, T* out, int64_t n,
+                        int64_t size, float eps, int threads) {
   parallel_for(n, n * size < SHARED_WORK ? 1 : threads, 4, [&](int64_t row) {
     T *to = out + row * size, *stream = residual + row * size;
-    normalise(branch + row * size, post, inverse_rms(branch + row * size, size, eps), size, to);  // rounded, as is the sum
+    // Rounded, as is the sum.
+    normalise(branch + row * size, post, inverse_rms(branch + row * size, size, eps), size, to);
     int64_t i = 0;
     for (; i + W <= size; i += W) store(stream + i, add(load(stream + i), load(to + i)));
     for (; i < size; ++i) narrow(widen(stream[i]) + widen(to[i]), stream + i);
@@ -84,7 +86,8 @@ void geglu_rows(const T* gate_up, T* out, int64_t n, int64_t size, int threads) 
 namespace {
 
 template <class In, class Out>
-INLINE void norm_rotate(const In* x, const float* scale, const float* cos, const float* sin, int64_t head_dim, float eps, Out* out) {
+INLINE void norm_rotate(const In* x, const float* scale, const float* cos, const float* sin, int64_t head_dim,
+                        float eps, Out* out) {
   const vf factor = set1(inverse_rms(x, head_dim, eps));
   const int64_t half = head_dim / 2;
   for (int64_t i = 0; i < half; i += W) {
@@ -122,21 +125,22 @@ using namespace gemserve;
 
 extern "C" {
 
-void rms_norm(const void* x, const float* scale, void* out, int64_t n, int64_t size, float eps, int32_t is_bf16, int32_t threads) {
+void rms_norm(const void* x, const float* scale, void* out, int64_t n, int64_t size, float eps,
+              int32_t is_bf16, int32_t threads) {
   if (is_bf16)
     rms_norm_rows(static_cast<const bf16*>(x), scale, static_cast<bf16*>(out), n, size, eps, threads);
   else
     rms_norm_rows(static_cast<const float*>(x), scale, static_cast<float*>(out), n, size, eps, threads);
 }
 
-void norm_add_norm(const void* branch, void* residual, const float* post, const float* next, void* out, int64_t n, int64_t size,
-                   float eps, int32_t is_bf16, int32_t threads) {
+void norm_add_norm(const void* branch, void* residual, const float* post, const float* next, void* out,
+                   int64_t n, int64_t size, float eps, int32_t is_bf16, int32_t threads) {
   if (is_bf16)
-    norm_add_norm_rows(static_cast<const bf16*>(branch), static_cast<bf16*>(residual), post, next, static_cast<bf16*>(out), n,
-                       size, eps, threads);
+    norm_add_norm_rows(static_cast<const bf16*>(branch), static_cast<bf16*>(residual), post, next,
+                       static_cast<bf16*>(out), n, size, eps, threads);
   else
-    norm_add_norm_rows(static_cast<const float*>(branch), static_cast<float*>(residual), post, next, static_cast<float*>(out), n,
-                       size, eps, threads);
+    norm_add_norm_rows(static_cast<const float*>(branch), static_cast<float*>(residual), post, next,
+                       static_cast<float*>(out), n, size, eps, threads);
 }
 
 void geglu(const void* gate_up, void* out, int64_t n, int64_t size, int32_t is_bf16, int32_t threads) {

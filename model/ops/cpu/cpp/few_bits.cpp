@@ -33,7 +33,8 @@ void round_tile(const In* x, int64_t k, int rows, int32_t* quads, float* factors
 }
 
 template <class In>
-void round_tiles(const In* x, const RowTiles& tiles, int64_t k, int32_t* quads, float* factors, int32_t* starts, int threads) {
+void round_tiles(const In* x, const RowTiles& tiles, int64_t k, int32_t* quads, float* factors,
+                 int32_t* starts, int threads) {
   parallel_for(tiles.count, tiles.m * k < 65536 ? 1 : threads, 1, [&](int64_t t) {
     const int64_t first = tiles.first(t), at = first * (k / GROUP * 2);
     round_tile(x + first * k, k, tiles.rows(t), quads + first * (k / 4) * COPIES, factors + at, starts + at);
@@ -43,7 +44,9 @@ void round_tiles(const In* x, const RowTiles& tiles, int64_t k, int32_t* quads, 
 // Calls body(BITS, MIDDLE), both as types.
 template <class Body>
 INLINE void with_form(const Panel& panel, const Body& body) {
-  const auto with_bits = [&](auto bits) { panel.has_middle ? body(bits, std::true_type()) : body(bits, std::false_type()); };
+  const auto with_bits = [&](auto bits) {
+    panel.has_middle ? body(bits, std::true_type()) : body(bits, std::false_type());
+  };
   if (panel.bits == 4)
     with_bits(std::integral_constant<int, 4>());
   else if (panel.bits == 5)
@@ -91,7 +94,8 @@ RoundedRows round_rows(const void* x, bool x_bf16, int64_t m, int64_t k, int thr
   return {tiles, k, quads, factors, starts};
 }
 
-void linear_few_bits(const PackedWeight& weight, const void* x, bool x_bf16, int64_t m, void* out, bool out_bf16, int threads) {
+void linear_few_bits(const PackedWeight& weight, const void* x, bool x_bf16, int64_t m, void* out,
+                     bool out_bf16, int threads) {
   const int64_t row_bytes = weight.k * static_cast<int64_t>(x_bf16 ? sizeof(bf16) : sizeof(float));
   for (int64_t first = 0; first < m; first += MOST_ROWS) {
     const void* from = static_cast<const char*>(x) + first * row_bytes;
@@ -105,7 +109,8 @@ void linear_few_bits(const PackedWeight& weight, const void* x, bool x_bf16, int
 
 }  // namespace gemserve
 
-// The arithmetic of few_bits_tile without its memory, to measure what the processor is able to: returns the number of products.
+// The arithmetic of few_bits_tile without its memory, to measure what the processor is able to: returns the
+// number of products.
 extern "C" int64_t multiply_bytes(int64_t rounds, int32_t threads) {
   using namespace gemserve;
   constexpr int SUMS = 8;

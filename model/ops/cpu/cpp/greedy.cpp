@@ -1,10 +1,12 @@
-// The likeliest token of hidden states without all the logits. A sketch of the head, 4 bits a weight, says about where every logit
-// lies; only panels that may hold the largest one are computed as the whole product computes them, to the same bits.
+// The likeliest token of hidden states without all the logits. A sketch of the head, 4 bits a weight, says
+// about where every logit lies; only panels that may hold the largest one are computed as the whole product
+// computes them, to the same bits.
 //
-// What the sketch leaves out is rounding errors, of weights up to half a step and of inputs likewise. What the errors of a group of
-// weights have in common is taken at its worst; what is left of them is taken as independent of the inputs and of each other. Then an
-// error of more than DEVIATIONS times their standard deviation has a chance of 10^-15, and beside the worst of what is in common one of
-// 10^-8. That is no proof: inputs could follow the errors of one token's weights.
+// What the sketch leaves out is rounding errors, of weights up to half a step and of inputs likewise. What
+// the errors of a group of weights have in common is taken at its worst; what is left of them is taken as
+// independent of the inputs and of each other. Then an error of more than DEVIATIONS times their standard
+// deviation has a chance of 10^-15, and beside the worst of what is in common one of 10^-8. That is no proof:
+// inputs could follow the errors of one token's weights.
 #include <cmath>
 #include <vector>
 
@@ -20,9 +22,10 @@ const uint8_t* first_panel_data(const PackedWeight& sketch) {
   return static_cast<const uint8_t*>(sketch.data) + *static_cast<const int64_t*>(sketch.data);
 }
 
-// A panel's spreads: for each group the mean squares of a feature's errors and of its weights (the mean over the features, times what
-// the largest of them, over all groups, is above it; but at least half of any feature's own), then zeros. Likewise a row's squares: of
-// a group's inputs and of their errors. A row far from 1 gets NaN: with squares beyond float32 nothing is known.
+// A panel's spreads: for each group the mean squares of a feature's errors and of its weights (the mean over
+// the features, times what the largest of them, over all groups, is above it; but at least half of any
+// feature's own), then zeros. Likewise a row's squares: of a group's inputs and of their errors. A row far
+// from 1 gets NaN: with squares beyond float32 nothing is known.
 int64_t spreads_of(int64_t k) { return ceil_div(2 * (k / GROUP), W) * W; }
 
 void squares_of_row(const RoundedRows& x, int64_t tile, int row, float exact_step, float* squares) {
@@ -51,8 +54,8 @@ float largest_of_panel(const float* sums, int64_t valid) {
   return *std::max_element(sums, sums + valid);
 }
 
-// Of a feature's group. Mean errors m and sums s of the groups' inputs come to sqrt(groups) * sqrt(sum of (m s)^2) at most, where s^2
-// is at most GROUP times the inputs' squares; there is room for twice that.
+// Of a feature's group. Mean errors m and sums s of the groups' inputs come to sqrt(groups) * sqrt(sum of (m
+// s)^2) at most, where s^2 is at most GROUP times the inputs' squares; there is room for twice that.
 struct Spread {
   float of_errors, of_weights;  // mean squares
 };
@@ -71,7 +74,8 @@ Spread spread_of(const PackedWeight& sketch, const PackedWeight& head, int64_t p
   }
   const float mean = errors / GROUP, groups = static_cast<float>(sketch.k / GROUP);
   const float of_mean = 4 * GROUP * mean * mean * std::max(1.0f, groups / (DEVIATIONS * DEVIATIONS));
-  return {std::isfinite(squares) ? std::max(0.0f, squares / GROUP - mean * mean) + of_mean : NAN, weights / GROUP};
+  return {std::isfinite(squares) ? std::max(0.0f, squares / GROUP - mean * mean) + of_mean : NAN,
+          weights / GROUP};
 }
 
 // Where the largest logit of each panel lies at most, of every row.
@@ -81,9 +85,10 @@ struct Bounds {
   float* of(int64_t row) const { return values + row * panels; }
 };
 
-void bound_panels(const PackedWeight& sketch, const float* spreads, const RoundedRows& x, const float* squares, const Bounds& most,
-                  int threads) {
-  const int64_t k = sketch.k, groups = k / GROUP, total = num_panels(sketch.n), items = ceil_div(total, PANELS);
+void bound_panels(const PackedWeight& sketch, const float* spreads, const RoundedRows& x,
+                  const float* squares, const Bounds& most, int threads) {
+  const int64_t k = sketch.k, groups = k / GROUP, total = num_panels(sketch.n),
+                items = ceil_div(total, PANELS);
   const int64_t count = spreads_of(k);
   const uint8_t* data = first_panel_data(sketch);
   parallel_for(items, threads, std::max<int64_t>(1, items / (threads * 64)), [&](int64_t item) {
@@ -94,9 +99,11 @@ void bound_panels(const PackedWeight& sketch, const float* spreads, const Rounde
       for (int64_t p = 0; p < panels; ++p)
         with_rows(rows, [&](auto number) {
           few_bits_tile<4, true, decltype(number)::value>(x.quads_of(t), x.factors_of(t), x.starts_of(t),
-                                                           data + (first + p) * groups * SKETCH_BYTES, k, sums + p * NR, PANELS * NR);
+                                                          data + (first + p) * groups * SKETCH_BYTES, k,
+                                                          sums + p * NR, PANELS * NR);
         });
-      for (int r = 0; r < rows; ++r) {  // all panels at last, so that none of them waits for another's square root
+      // All panels at last, so that none of them waits for another's square root.
+      for (int r = 0; r < rows; ++r) {
         const int64_t row = x.tiles.first(t) + r;
         for (int64_t p = 0; p < panels; ++p) {
           const int64_t panel = first + p, valid = std::min<int64_t>(NR, sketch.n - panel * NR);
@@ -137,7 +144,8 @@ extern "C" {
 
 int64_t sketch_spreads(int64_t k) { return spreads_of(k); }
 
-// The sketch (kFewBits, with room for 4 bits and middles) of an int8 head, and its spreads [panels][sketch_spreads].
+// The sketch (kFewBits, with room for 4 bits and middles) of an int8 head, and its spreads
+// [panels][sketch_spreads].
 void pack_sketch(const PackedWeight* sketch, float* spreads, const PackedWeight* head, int32_t threads) {
   pack_plain_four_bits(*sketch, *head, threads);
   const int64_t groups = sketch->k / GROUP;
@@ -165,10 +173,10 @@ void pack_sketch(const PackedWeight* sketch, float* spreads, const PackedWeight*
   });
 }
 
-// The likeliest token of each of m hidden states, the lowest id among equals; -1 where a hidden state or a logit that was looked at
-// is not finite. Returns how many panels were computed in full.
-int64_t greedy(const PackedWeight* head, const PackedWeight* sketch, const float* spreads, const void* x, int32_t x_bf16, int64_t m,
-               int64_t* ids, int32_t threads) {
+// The likeliest token of each of m hidden states, the lowest id among equals; -1 where a hidden state or a
+// logit that was looked at is not finite. Returns how many panels were computed in full.
+int64_t greedy(const PackedWeight* head, const PackedWeight* sketch, const float* spreads, const void* x,
+               int32_t x_bf16, int64_t m, int64_t* ids, int32_t threads) {
   if (m == 0) return 0;
   const int64_t k = head->k, total = num_panels(head->n);
   const RoundedRows rounded = round_rows(x, x_bf16, m, k, threads);
@@ -184,7 +192,8 @@ int64_t greedy(const PackedWeight* head, const PackedWeight* sketch, const float
   const Bounds most{total, workspace<float, kBounds>(m * total)};
   bound_panels(*sketch, spreads, rounded, squares, most, threads);
 
-  // A row's panels are looked at in pieces, so that one row has work for all threads; the most promising one before all others.
+  // A row's panels are looked at in pieces, so that one row has work for all threads; the most promising one
+  // before all others.
   const int64_t pieces = ceil_div(4 * threads, m);
   std::vector<Best> firsts(m), bests(m * pieces);
   parallel_for(m, threads, 1, [&](int64_t row) {
@@ -207,7 +216,8 @@ int64_t greedy(const PackedWeight* head, const PackedWeight* sketch, const float
     Best best = firsts[row];
     for (int64_t item = row * pieces; item < (row + 1) * pieces; ++item) {
       const Best& other = bests[item];
-      if (other.value > best.value || (other.value == best.value && other.id < best.id)) best.value = other.value, best.id = other.id;
+      if (other.value > best.value || (other.value == best.value && other.id < best.id))
+        best.value = other.value, best.id = other.id;
       best.finite = best.finite && other.finite;
       best.num_panels += bests[item].num_panels;
     }

@@ -1,9 +1,10 @@
-// y = x W^T with int8 weights that share a float16 scale per output feature and group of inputs (as GGUF's Q8_0 does with groups
-// of 32, which is kept exactly), and activations rounded to 16 bits per row.
+// y = x W^T with int8 weights that share a float16 scale per output feature and group of inputs (as GGUF's
+// Q8_0 does with groups of 32, which is kept exactly), and activations rounded to 16 bits per row.
 //
-// A panel holds [k / 2][2][W][2] int8: for a pair of inputs, W features and then the W next, each with both its weights. A panel's
-// scales are [k / group][NR]. Products and sums within a group are exact int32 (127 * 32767 * group must stay below 2^31), and
-// groups are added in ascending order in float32, so a row's result never depends on its neighbours.
+// A panel holds [k / 2][2][W][2] int8: for a pair of inputs, W features and then the W next, each with both
+// its weights. A panel's scales are [k / group][NR]. Products and sums within a group are exact int32 (127 *
+// 32767 * group must stay below 2^31), and groups are added in ascending order in float32, so a row's result
+// never depends on its neighbours.
 #include <cmath>
 
 #include "linear.h"
@@ -15,7 +16,8 @@ constexpr int64_t PAIR_BYTES = 2 * NR;  // of a pair of inputs for NR features
 
 // sums[MR][NP * NR] = x [k / 2][MR] (pairs of int16) times NP panels, not yet scaled by the rows' own scales.
 template <int MR, int NP>
-void tile(const int32_t* x, const int8_t* b, const half* scales, int64_t k, int64_t group, float* sums, int64_t stride) {
+void tile(const int32_t* x, const int8_t* b, const half* scales, int64_t k, int64_t group, float* sums,
+          int64_t stride) {
   const int64_t panel_stride = k / 2 * PAIR_BYTES, scale_stride = k / group * NR;
   for (int r = 0; r < MR; ++r)
     for (int j = 0; j < NP * NR; j += W) store(sums + r * stride + j, zero());
@@ -54,8 +56,8 @@ void tile(const int32_t* x, const int8_t* b, const half* scales, int64_t k, int6
 }
 
 template <int MR>
-void panels(const int32_t* x, const int8_t* b, const half* scales, int64_t count, int64_t k, int64_t group, float* sums,
-            int64_t stride) {
+void panels(const int32_t* x, const int8_t* b, const half* scales, int64_t count, int64_t k, int64_t group,
+            float* sums, int64_t stride) {
   constexpr int NP = MR == 1 ? 4 : MR <= MAX_ROWS / 2 ? 2 : 1;
   const int64_t panel_stride = k / 2 * PAIR_BYTES, scale_stride = k / group * NR;
   int64_t p = 0;
@@ -65,9 +67,11 @@ void panels(const int32_t* x, const int8_t* b, const half* scales, int64_t count
     tile<MR, 1>(x, b + p * panel_stride, scales + p * scale_stride, k, group, sums + p * NR, stride);
 }
 
-// Rounds rows to 16 bits, interleaved per tile as [k / 2][rows] pairs. A row that is not finite gets the scale NaN.
+// Rounds rows to 16 bits, interleaved per tile as [k / 2][rows] pairs. A row that is not finite gets the
+// scale NaN.
 template <class In>
-void quantise_rows(const In* x, int64_t k, const RowTiles& tiles, int32_t* packed, float* row_scales, int threads) {
+void quantise_rows(const In* x, int64_t k, const RowTiles& tiles, int32_t* packed, float* row_scales,
+                   int threads) {
   parallel_for(tiles.count, tiles.m * k < 65536 ? 1 : threads, 1, [&](int64_t t) {
     const int rows = tiles.rows(t);
     for (int r = 0; r < rows; ++r) {
@@ -80,15 +84,16 @@ void quantise_rows(const In* x, int64_t k, const RowTiles& tiles, int32_t* packe
       for (int64_t i = 0; i < k; i += W) {
         const vf scaled = max(set1(-32767.0f), min(set1(32767.0f), mul(load(from + i), inverse)));
         store(reinterpret_cast<float*>(lanes), as_float(to_int(scaled)));
-        for (int j = 0; j < W; ++j) to[((i + j) / 2) * 2 * rows + ((i + j) & 1)] = static_cast<int16_t>(lanes[j]);
+        for (int j = 0; j < W; ++j)
+          to[((i + j) / 2) * 2 * rows + ((i + j) & 1)] = static_cast<int16_t>(lanes[j]);
       }
     }
   });
 }
 
 template <class Out>
-void multiply(const PackedWeight& weight, const int32_t* packed, const float* row_scales, const RowTiles& tiles, Out* out,
-              int threads) {
+void multiply(const PackedWeight& weight, const int32_t* packed, const float* row_scales,
+              const RowTiles& tiles, Out* out, int threads) {
   const int64_t k = weight.k, total = num_panels(weight.n), items = ceil_div(total, PANELS);
   constexpr int64_t stride = PANELS * NR;
   const int64_t chunk = std::max<int64_t>(1, items / (threads * 64));
@@ -102,7 +107,8 @@ void multiply(const PackedWeight& weight, const int32_t* packed, const float* ro
       const int rows = tiles.rows(t);
       const int64_t first_row = tiles.first(t);
       with_rows(rows, [&](auto number) {
-        panels<decltype(number)::value>(packed + first_row * (k / 2), b, scales, count, k, weight.group, sums, stride);
+        panels<decltype(number)::value>(packed + first_row * (k / 2), b, scales, count, k, weight.group, sums,
+                                        stride);
       });
       for (int r = 0; r < rows; ++r)
         for (int64_t j = 0; j < stride; j += W)
@@ -142,7 +148,8 @@ void pack(const PackedWeight& weight, const In* source, int threads) {
 
 }  // namespace
 
-void linear_int8(const PackedWeight& weight, const void* x, bool x_bf16, int64_t m, void* out, bool out_bf16, int threads) {
+void linear_int8(const PackedWeight& weight, const void* x, bool x_bf16, int64_t m, void* out, bool out_bf16,
+                 int threads) {
   const RowTiles tiles(m);
   int32_t* packed = workspace<int32_t, kInputs>(m * (weight.k / 2));
   float* row_scales = workspace<float, kWidened>(m);
@@ -156,16 +163,20 @@ void linear_int8(const PackedWeight& weight, const void* x, bool x_bf16, int64_t
     multiply(weight, packed, row_scales, tiles, static_cast<float*>(out), threads);
 }
 
-void round_rows_to_int16(const void* x, bool x_bf16, int64_t m, int64_t k, int32_t* pairs, float* row_scales, int threads) {
+void round_rows_to_int16(const void* x, bool x_bf16, int64_t m, int64_t k, int32_t* pairs, float* row_scales,
+                         int threads) {
   parallel_for(m, m * k < 65536 ? 1 : threads, 1, [&](int64_t row) {
     if (x_bf16)
-      quantise_rows(static_cast<const bf16*>(x) + row * k, k, RowTiles(1), pairs + row * (k / 2), row_scales + row, 1);
+      quantise_rows(static_cast<const bf16*>(x) + row * k, k, RowTiles(1), pairs + row * (k / 2),
+                    row_scales + row, 1);
     else
-      quantise_rows(static_cast<const float*>(x) + row * k, k, RowTiles(1), pairs + row * (k / 2), row_scales + row, 1);
+      quantise_rows(static_cast<const float*>(x) + row * k, k, RowTiles(1), pairs + row * (k / 2),
+                    row_scales + row, 1);
   });
 }
 
-void int8_panel(const PackedWeight& weight, int64_t panel, const int32_t* pairs, float row_scale, float* out) {
+void int8_panel(const PackedWeight& weight, int64_t panel, const int32_t* pairs, float row_scale,
+                float* out) {
   const int8_t* b = static_cast<const int8_t*>(weight.data) + panel * (weight.k / 2) * PAIR_BYTES;
   const half* scales = static_cast<const half*>(weight.scales) + panel * (weight.k / weight.group) * NR;
   tile<1, 1>(pairs, b, scales, weight.k, weight.group, out, NR);
@@ -175,7 +186,8 @@ void int8_panel(const PackedWeight& weight, int64_t panel, const int32_t* pairs,
 void int8_group(const PackedWeight& weight, int64_t feature, int64_t group, float* values) {
   const int64_t panel = feature / NR, j = feature % NR, first = group * weight.group;
   const int8_t* from = static_cast<const int8_t*>(weight.data) + panel * (weight.k / 2) * PAIR_BYTES;
-  const float step = _cvtsh_ss(static_cast<const half*>(weight.scales)[(panel * (weight.k / weight.group) + group) * NR + j]);
+  const float step = _cvtsh_ss(
+      static_cast<const half*>(weight.scales)[(panel * (weight.k / weight.group) + group) * NR + j]);
   for (int64_t i = 0; i < weight.group; ++i)
     values[i] = step * from[(first + i) / 2 * PAIR_BYTES + j / W * NR + j % W * 2 + (i & 1)];
 }

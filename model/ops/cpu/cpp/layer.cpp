@@ -1,13 +1,15 @@
-// All decoder blocks in one call: the very kernels that can be called one by one, in the order of model/network/gemma3.py, so that a small
-// batch does not pay the caller's way in and out nine times per layer.
+// All decoder blocks in one call: the very kernels that can be called one by one, in the order of
+// model/network/gemma3.py, so that a small batch does not pay the caller's way in and out nine times per
+// layer.
 #include "kernels.h"
 
 using namespace gemserve;
 
-// What stays the same from step to step. Laid out as the caller packs it (model/ops/cpu/backend.py): 64-bit fields only.
+// What stays the same from step to step. Laid out as the caller packs it (model/ops/cpu/backend.py): 64-bit
+// fields only.
 struct LayerArguments {
   const PackedWeight *qkv, *attention_output, *gate_up, *down;
-  const float *q_scale, *k_scale;                                      // [head_dim]
+  const float *q_scale, *k_scale;                                           // [head_dim]
   const float *post_attention, *pre_feedforward, *post_feedforward, *next;  // [hidden_size]
   void *k_cache, *v_cache;
   int64_t k_block_stride, k_slot_stride, v_block_stride, v_slot_stride;  // in elements
@@ -19,9 +21,10 @@ struct LayerArguments {
 // One step's batch, the same for all global layers, or for all others.
 struct StepArguments {
   void *hidden, *residual;  // [n, hidden_size], updated in place
-  void *first, *second;     // room for n times the largest of: qkv, attended, gate_up, a branch; and of: query, activations, a branch
-  const float *cos, *sin;   // [n, head_dim / 2]
-  const int64_t* slots;     // [n]
+  // Room for n times the largest of: qkv, attended, gate_up, a branch; and of: query, activations, a branch.
+  void *first, *second;
+  const float *cos, *sin;  // [n, head_dim / 2]
+  const int64_t* slots;    // [n]
   const int32_t *block_table, *query_start, *context_lens;
   int64_t n, num_seqs, table_stride, block_size, window, threads;
 };
@@ -30,22 +33,30 @@ static void decoder_layer(const LayerArguments& l, const StepArguments& s) {
   const int32_t is_bf16 = static_cast<int32_t>(l.is_bf16), threads = static_cast<int32_t>(s.threads);
   const float eps = static_cast<float>(l.eps);
   linear(l.qkv, s.hidden, is_bf16, s.n, s.first, is_bf16, threads);
-  const RopeArguments rope{s.first, l.q_scale, l.k_scale, s.cos, s.sin, s.second, l.k_cache, l.v_cache, s.slots,
-                           s.n, l.num_heads, l.kv_heads, l.head_dim, s.block_size,
-                           l.k_block_stride, l.k_slot_stride, l.v_block_stride, l.v_slot_stride, l.is_bf16, l.cache_is_bf16,
-                           s.threads, l.eps};
+  // clang-format off
+  const RopeArguments rope{
+      s.first, l.q_scale, l.k_scale, s.cos, s.sin, s.second, l.k_cache, l.v_cache, s.slots,
+      s.n, l.num_heads, l.kv_heads, l.head_dim, s.block_size,
+      l.k_block_stride, l.k_slot_stride, l.v_block_stride, l.v_slot_stride,
+      l.is_bf16, l.cache_is_bf16, s.threads, l.eps};
+  // clang-format on
   qk_norm_rope_cache_write(&rope);
-  const AttentionArguments attention{s.second, l.k_cache, l.v_cache, s.first, s.block_table, s.query_start, s.context_lens,
-                                     s.num_seqs, s.table_stride, s.block_size, l.num_heads, l.kv_heads, l.head_dim,
-                                     l.k_block_stride, l.k_slot_stride, l.v_block_stride, l.v_slot_stride,
-                                     s.window, l.is_bf16, l.cache_is_bf16, s.threads, l.scale};
+  // clang-format off
+  const AttentionArguments attention{
+      s.second, l.k_cache, l.v_cache, s.first, s.block_table, s.query_start, s.context_lens,
+      s.num_seqs, s.table_stride, s.block_size, l.num_heads, l.kv_heads, l.head_dim,
+      l.k_block_stride, l.k_slot_stride, l.v_block_stride, l.v_slot_stride,
+      s.window, l.is_bf16, l.cache_is_bf16, s.threads, l.scale};
+  // clang-format on
   paged_attention(&attention);
   linear(l.attention_output, s.first, is_bf16, s.n, s.second, is_bf16, threads);
-  norm_add_norm(s.second, s.residual, l.post_attention, l.pre_feedforward, s.hidden, s.n, l.hidden_size, eps, is_bf16, threads);
+  norm_add_norm(s.second, s.residual, l.post_attention, l.pre_feedforward, s.hidden, s.n, l.hidden_size, eps,
+                is_bf16, threads);
   linear(l.gate_up, s.hidden, is_bf16, s.n, s.first, is_bf16, threads);
   geglu(s.first, s.second, s.n, l.intermediate_size, is_bf16, threads);
   linear(l.down, s.second, is_bf16, s.n, s.first, is_bf16, threads);
-  norm_add_norm(s.first, s.residual, l.post_feedforward, l.next, s.hidden, s.n, l.hidden_size, eps, is_bf16, threads);
+  norm_add_norm(s.first, s.residual, l.post_feedforward, l.next, s.hidden, s.n, l.hidden_size, eps, is_bf16,
+                threads);
 }
 
 // ``steps``: of layers with a window, and of global ones.

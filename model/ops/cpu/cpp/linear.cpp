@@ -1,8 +1,9 @@
 // y = x W^T with float32 or bfloat16 weights in panels, float32 sums.
 //
-// Every output is one chain of fused multiply-adds over k in ascending order, in one lane, starting from zero. How many rows
-// share a tile, how many panels run side by side and where the k loop is cut changes nothing in that chain (a float32 sum that
-// goes through memory stays what it is), so a row's result never depends on its neighbours: bit for bit.
+// Every output is one chain of fused multiply-adds over k in ascending order, in one lane, starting from
+// zero. How many rows share a tile, how many panels run side by side and where the k loop is cut changes
+// nothing in that chain (a float32 sum that goes through memory stays what it is), so a row's result never
+// depends on its neighbours: bit for bit.
 #include <sys/mman.h>
 
 #include "few_bits.h"
@@ -11,12 +12,15 @@
 namespace gemserve {
 namespace {
 
-constexpr int64_t DEPTH = 512;      // inputs per pass: a panel's share (bf16 16-32 KiB) and a tile's inputs stay in cache
-constexpr int64_t WIDEN_TILES = 4;  // from so many row tiles on, bfloat16 weights are widened once and reused
+// Inputs per pass: a panel's share (bf16 16-32 KiB) and a tile's inputs stay in cache.
+constexpr int64_t DEPTH = 512;
+// From so many row tiles on, bfloat16 weights are widened once and reused.
+constexpr int64_t WIDEN_TILES = 4;
 
 // sums[MR][NP * NR] (+)= a [depth][MR] times NP panels [depth][NR].
 template <int MR, int NP, class T>
-void tile(const float* a, const T* b, int64_t panel_stride, int64_t depth, float* sums, int64_t stride, bool fresh) {
+void tile(const float* a, const T* b, int64_t panel_stride, int64_t depth, float* sums, int64_t stride,
+          bool fresh) {
   vf acc[MR][NP][2];
 #pragma GCC unroll 16
   for (int r = 0; r < MR; ++r)
@@ -48,17 +52,20 @@ void tile(const float* a, const T* b, int64_t panel_stride, int64_t depth, float
 }
 
 template <int MR, class T>
-void panels(const float* a, const T* b, int64_t panel_stride, int64_t count, int64_t depth, float* sums, int64_t stride, bool fresh) {
-  constexpr int NP = MR == 1 ? 4 : MR <= MAX_ROWS / 2 ? 2 : 1;  // side by side, so that enough sums hide the latency
+void panels(const float* a, const T* b, int64_t panel_stride, int64_t count, int64_t depth, float* sums,
+            int64_t stride, bool fresh) {
+  // Side by side, so that enough sums hide the latency.
+  constexpr int NP = MR == 1 ? 4 : MR <= MAX_ROWS / 2 ? 2 : 1;
   int64_t p = 0;
   for (; p + NP <= count; p += NP)
     tile<MR, NP>(a, b + p * panel_stride, panel_stride, depth, sums + p * NR, stride, fresh);
-  for (; p < count; ++p) tile<MR, 1>(a, b + p * panel_stride, panel_stride, depth, sums + p * NR, stride, fresh);
+  for (; p < count; ++p)
+    tile<MR, 1>(a, b + p * panel_stride, panel_stride, depth, sums + p * NR, stride, fresh);
 }
 
 template <class T>
-void tile_rows(int rows, const float* a, const T* b, int64_t panel_stride, int64_t count, int64_t depth, float* sums,
-               int64_t stride, bool fresh) {
+void tile_rows(int rows, const float* a, const T* b, int64_t panel_stride, int64_t count, int64_t depth,
+               float* sums, int64_t stride, bool fresh) {
   with_rows(rows, [&](auto number) {
     panels<decltype(number)::value>(a, b, panel_stride, count, depth, sums, stride, fresh);
   });
@@ -79,7 +86,8 @@ void pack_rows(const In* x, int64_t k, const RowTiles& tiles, float* packed, int
 template <class T, class Out>
 void multiply(const PackedWeight& weight, const float* packed, const RowTiles& tiles, Out* out, int threads) {
   const T* data = static_cast<const T*>(weight.data);
-  const int64_t k = weight.k, total = num_panels(weight.n), panel_stride = k * NR, items = ceil_div(total, PANELS);
+  const int64_t k = weight.k, total = num_panels(weight.n), panel_stride = k * NR,
+                items = ceil_div(total, PANELS);
   constexpr int64_t stride = PANELS * NR;
   const int64_t chunk = std::max<int64_t>(1, items / (threads * 64));
   parallel_for(items, threads, chunk, [&](int64_t item) {
@@ -88,7 +96,9 @@ void multiply(const PackedWeight& weight, const float* packed, const RowTiles& t
     float* sums = workspace<float, kSums>(std::min(tiles.m, CHUNK_ROWS) * stride);
     for (int64_t first = 0, last; first < tiles.count; first = last) {
       const int64_t first_row = tiles.first(first);
-      for (last = first; last < tiles.count && tiles.first(last) + tiles.rows(last) - first_row <= CHUNK_ROWS;) ++last;
+      for (last = first;
+           last < tiles.count && tiles.first(last) + tiles.rows(last) - first_row <= CHUNK_ROWS;)
+        ++last;
       for (int64_t done = 0; done < k; done += DEPTH) {
         const int64_t depth = std::min(DEPTH, k - done);
         const T* b = data + first_panel * panel_stride + done * NR;
@@ -119,7 +129,8 @@ void multiply(const PackedWeight& weight, const float* packed, const RowTiles& t
 }
 
 template <class T>
-void multiply_to(const PackedWeight& weight, const float* packed, const RowTiles& tiles, void* out, bool out_bf16, int threads) {
+void multiply_to(const PackedWeight& weight, const float* packed, const RowTiles& tiles, void* out,
+                 bool out_bf16, int threads) {
   if (out_bf16)
     multiply<T>(weight, packed, tiles, static_cast<bf16*>(out), threads);
   else
@@ -137,7 +148,8 @@ void pack_panels(const PackedWeight& weight, const In* source, int threads) {
     for (int j = 0; j < NR; ++j) {
       const int64_t feature = p * NR + j;
       const int place = sizeof(T) == 4 ? j : j < W ? 2 * j : 2 * (j - W) + 1;
-      for (int64_t i = 0; i < k; ++i) to_weight(feature < n ? widen(source[feature * k + i]) : 0.0f, panel + i * NR + place);
+      for (int64_t i = 0; i < k; ++i)
+        to_weight(feature < n ? widen(source[feature * k + i]) : 0.0f, panel + i * NR + place);
     }
   });
 }
@@ -158,7 +170,8 @@ void advise_huge_pages(void* data, int64_t bytes) {
   constexpr uintptr_t page = 2 << 20;
   const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
   const uintptr_t last = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
-  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // advice only: failure is harmless
+  // Advice only: failure is harmless.
+  if (last > first) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 }
 
 void pack_linear(const PackedWeight* weight, const void* source, int32_t source_bf16, int32_t threads) {
@@ -169,12 +182,15 @@ void pack_linear(const PackedWeight* weight, const void* source, int32_t source_
   else if (weight->kind == kFewBits)
     pack_few_bits(*weight, source, source_bf16, threads);
   else if (weight->kind == kFloat32)
-    source_bf16 ? pack_panels<float>(*weight, narrow_source, threads) : pack_panels<float>(*weight, wide_source, threads);
+    source_bf16 ? pack_panels<float>(*weight, narrow_source, threads)
+                : pack_panels<float>(*weight, wide_source, threads);
   else
-    source_bf16 ? pack_panels<bf16>(*weight, narrow_source, threads) : pack_panels<bf16>(*weight, wide_source, threads);
+    source_bf16 ? pack_panels<bf16>(*weight, narrow_source, threads)
+                : pack_panels<bf16>(*weight, wide_source, threads);
 }
 
-void linear(const PackedWeight* weight, const void* x, int32_t x_bf16, int64_t m, void* out, int32_t out_bf16, int32_t threads) {
+void linear(const PackedWeight* weight, const void* x, int32_t x_bf16, int64_t m, void* out, int32_t out_bf16,
+            int32_t threads) {
   if (m == 0) return;
   if (weight->kind == kInt8) return linear_int8(*weight, x, x_bf16, m, out, out_bf16, threads);
   if (weight->kind == kFewBits) return linear_few_bits(*weight, x, x_bf16, m, out, out_bf16, threads);

@@ -16,8 +16,9 @@ enum Kind : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kFewBits = 3 };
 
 using half = uint16_t;  // float16 bits
 
-// A weight [n, k], kept in panels of NR output features: panel p holds [k][NR] values, zeros beyond n. bfloat16 panels interleave
-// feature j and feature j + W in one 32-bit lane, so that a shift and a mask widen them. int8.cpp and few_bits.h describe the other forms.
+// A weight [n, k], kept in panels of NR output features: panel p holds [k][NR] values, zeros beyond n.
+// bfloat16 panels interleave feature j and feature j + W in one 32-bit lane, so that a shift and a mask widen
+// them. int8.cpp and few_bits.h describe the other forms.
 struct PackedWeight {
   void* data;
   void* scales;  // int8 only: float16
@@ -26,12 +27,15 @@ struct PackedWeight {
   int32_t kind;
 };
 
-constexpr int NR = 2 * W;                 // output features of a panel
-constexpr int PANELS = 4;                 // panels of one work item
-constexpr int MAX_ROWS = W == 8 ? 6 : 12; // rows of a register tile: 2 * rows accumulators, 2 weights, 1 input
-constexpr int64_t CHUNK_ROWS = 240;       // rows whose sums are kept at once: 240 x PANELS x NR floats stay in cache
+constexpr int NR = 2 * W;  // output features of a panel
+constexpr int PANELS = 4;  // panels of one work item
+// Rows of a register tile: 2 * rows accumulators, 2 weights, 1 input.
+constexpr int MAX_ROWS = W == 8 ? 6 : 12;
+// Rows whose sums are kept at once: 240 x PANELS x NR floats stay in cache.
+constexpr int64_t CHUNK_ROWS = 240;
 
-constexpr float SMALLEST = 1e-30f;        // inputs of which none is above it are rounded to zeros: the inverse of their step must be finite
+// Inputs of which none is above it are rounded to zeros: the inverse of their step must be finite.
+constexpr float SMALLEST = 1e-30f;
 
 inline int64_t num_panels(int64_t n) { return ceil_div(n, NR); }
 
@@ -49,9 +53,9 @@ struct RowTiles {
 // Calls body(std::integral_constant<int, rows>) for 1 to MAX_ROWS rows.
 template <class Body>
 INLINE void with_rows(int rows, const Body& body) {
-#define CASE(MR)                                                                          \
-  case MR:                                                                                \
-    if constexpr (MR <= MAX_ROWS) body(std::integral_constant<int, MR>());                \
+#define CASE(MR)                                                           \
+  case MR:                                                                 \
+    if constexpr (MR <= MAX_ROWS) body(std::integral_constant<int, MR>()); \
     break;
   switch (rows) {
     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
@@ -59,7 +63,8 @@ INLINE void with_rows(int rows, const Body& body) {
 #undef CASE
 }
 
-// The largest absolute value of some inputs, whose number is a multiple of W, and whether all of them are finite.
+// The largest absolute value of some inputs, whose number is a multiple of W, and whether all of them are
+// finite.
 struct Extent {
   float largest;
   bool finite;
@@ -75,8 +80,8 @@ INLINE Extent extent_of(const In* x, int64_t count) {
   return {max_lanes(largest), std::isfinite(sum_lanes(poison))};
 }
 
-// Memory that lasts from call to call on one thread, aligned to a cache line; contents are not kept. Users that are alive at the
-// same time on one thread name different purposes.
+// Memory that lasts from call to call on one thread, aligned to a cache line; contents are not kept. Users
+// that are alive at the same time on one thread name different purposes.
 enum Purpose { kInputs, kSums, kWidened, kStarts, kBounds, kExact, kPartial };
 template <class T, Purpose purpose>
 T* workspace(int64_t count) {
@@ -99,7 +104,8 @@ T* workspace(int64_t count) {
 
 // Sums [rows][stride] to rows of the output, n_valid features each.
 template <class Out>
-inline void write_rows(const float* sums, int64_t stride, int64_t rows, int64_t n_valid, Out* out, int64_t out_stride) {
+inline void write_rows(const float* sums, int64_t stride, int64_t rows, int64_t n_valid, Out* out,
+                       int64_t out_stride) {
   for (int64_t r = 0; r < rows; ++r) {
     const float* from = sums + r * stride;
     Out* to = out + r * out_stride;
@@ -109,10 +115,13 @@ inline void write_rows(const float* sums, int64_t stride, int64_t rows, int64_t 
   }
 }
 
-void linear_int8(const PackedWeight& weight, const void* x, bool x_bf16, int64_t m, void* out, bool out_bf16, int threads);
+void linear_int8(const PackedWeight& weight, const void* x, bool x_bf16, int64_t m, void* out, bool out_bf16,
+                 int threads);
 void pack_int8(const PackedWeight& weight, const void* source, bool source_bf16, int threads);
-// Rows as linear_int8 rounds them, each [k / 2] pairs of int16 and a scale, and one panel of its product with one of them, [NR].
-void round_rows_to_int16(const void* x, bool x_bf16, int64_t m, int64_t k, int32_t* pairs, float* row_scales, int threads);
+// Rows as linear_int8 rounds them, each [k / 2] pairs of int16 and a scale, and one panel of its product with
+// one of them, [NR].
+void round_rows_to_int16(const void* x, bool x_bf16, int64_t m, int64_t k, int32_t* pairs, float* row_scales,
+                         int threads);
 void int8_panel(const PackedWeight& weight, int64_t panel, const int32_t* pairs, float row_scale, float* out);
 // The values of a feature's group, as they are stored; zeros beyond the last feature.
 void int8_group(const PackedWeight& weight, int64_t feature, int64_t group, float* values);

@@ -14,8 +14,8 @@ struct Group {
   uint8_t u[GROUP];
 };
 
-// Rounds to u of so many bits with these float16 values, and says how far off that is: the largest error, and the sum of squares. Both
-// are infinite where float16 can't hold the values.
+// Rounds to u of so many bits with these float16 values, and says how far off that is: the largest error, and
+// the sum of squares. Both are infinite where float16 can't hold the values.
 struct Errors {
   float largest = 0.0f, squares = 0.0f;
 };
@@ -26,7 +26,8 @@ Errors round_group(const float* w, float scale, float middle, int bits, Group& g
   Errors errors;
   for (int64_t i = 0; i < GROUP; ++i) {
     const float u = step != 0.0f ? std::nearbyint((w[i] - base) / step) : 0.0f;
-    group.u[i] = static_cast<uint8_t>(std::max(0.0f, std::min(static_cast<float>(2 * centre_of(bits) - 1), u)));
+    group.u[i] =
+        static_cast<uint8_t>(std::max(0.0f, std::min(static_cast<float>(2 * centre_of(bits) - 1), u)));
     const float error = std::fabs(base + step * group.u[i] - w[i]);
     errors.largest = std::max(errors.largest, error);
     errors.squares += error * error;
@@ -52,7 +53,8 @@ Errors round_to_line(const float* w, const float* steps, Group& group) {
   return round_group(w, step, mean + step * (centre_of(5) - mean_step), 5, group);
 }
 
-// Likewise, the line through zero, which is the place. 16 steps can be below it, or above it as those of a negative scale.
+// Likewise, the line through zero, which is the place. 16 steps can be below it, or above it as those of a
+// negative scale.
 Errors round_to_line_through_zero(const float* w, const float* steps, Group& group) {
   float products = 0.0f, squares = 0.0f;
   for (int64_t i = 0; i < GROUP; ++i) products += steps[i] * w[i], squares += steps[i] * steps[i];
@@ -60,11 +62,12 @@ Errors round_to_line_through_zero(const float* w, const float* steps, Group& gro
   return round_group(w, turned ? -products / squares : products / squares, 0.0f, 5, group);
 }
 
-// Whether a group's values lie on a grid of 32 equal steps, as those of GGUF's 4- and 5-bit types do; what float16 scales and
-// bfloat16 weights add is below an eighth of a step, and below a 128th of the largest value (a few large values among small ones
-// would otherwise pass for a grid of few steps).
+// Whether a group's values lie on a grid of 32 equal steps, as those of GGUF's 4- and 5-bit types do; what
+// float16 scales and bfloat16 weights add is below an eighth of a step, and below a 128th of the largest
+// value (a few large values among small ones would otherwise pass for a grid of few steps).
 bool fits_five_bits(const float* w, Group& group) {
-  const float least = *std::min_element(w, w + GROUP), most = *std::max_element(w, w + GROUP), range = most - least;
+  const float least = *std::min_element(w, w + GROUP), most = *std::max_element(w, w + GROUP),
+              range = most - least;
   const float noise = std::max(std::fabs(least), std::fabs(most)) / 128;
   if (!(range > 0.0f))  // one value: zero, or 8 steps from it
     return std::isfinite(least) && round_group(w, -least / 8, 0.0f, 5, group).largest <= noise;
@@ -80,11 +83,13 @@ bool fits_five_bits(const float* w, Group& group) {
     if (!fits) continue;
     Errors errors = round_to_line(w, steps, group);
     const float zero_at = least / step, whole = std::nearbyint(zero_at);
-    if (std::fabs(zero_at - whole) <= tolerance && whole >= -16 && whole + levels <= (whole > -16 ? 16 : 15)) {
+    if (std::fabs(zero_at - whole) <= tolerance && whole >= -16 &&
+        whole + levels <= (whole > -16 ? 16 : 15)) {
       for (float& place : steps) place += whole;
       Group with_zero;
       const Errors others = round_to_line_through_zero(w, steps, with_zero);
-      if (others.squares <= 2.0f * errors.squares && others.largest <= tolerance * step)  // noise suits the freer line better
+      // Noise suits the freer line better.
+      if (others.squares <= 2.0f * errors.squares && others.largest <= tolerance * step)
         errors = others, group = with_zero;
     }
     if (errors.largest <= tolerance * step) return true;
@@ -92,17 +97,20 @@ bool fits_five_bits(const float* w, Group& group) {
   return false;
 }
 
-// As GGUF's Q8_0: the largest stands at 127 steps. False where float16 can't hold the scale, or a value is not finite.
+// As GGUF's Q8_0: the largest stands at 127 steps. False where float16 can't hold the scale, or a value is
+// not finite.
 bool fits_eight_bits(const float* w, Group& group) {
   float largest = 0.0f;
   for (int64_t i = 0; i < GROUP; ++i) largest = std::max(largest, std::fabs(w[i]));
   return std::isfinite(round_group(w, largest / 127, 0.0f, 8, group).squares);
 }
 
-// Whether what fits five bits lies on 16 of its 32 steps. Where it can, with the same middle: 8 steps can be below it, or above it
-// as those of a negative scale. Else with the one nearest to it, which float16 holds best.
+// Whether what fits five bits lies on 16 of its 32 steps. Where it can, with the same middle: 8 steps can be
+// below it, or above it as those of a negative scale. Else with the one nearest to it, which float16 holds
+// best.
 bool fits_four_bits(const float* w, const Group& five, Group& group) {
-  const int least = *std::min_element(five.u, five.u + GROUP), most = *std::max_element(five.u, five.u + GROUP);
+  const int least = *std::min_element(five.u, five.u + GROUP),
+            most = *std::max_element(five.u, five.u + GROUP);
   if (most - least >= 16) return false;
   const float step = _cvtsh_ss(five.scale), middle = _cvtsh_ss(five.middle);
   const bool turned = most == centre_of(5) + 8 && least > centre_of(5) - 8;
@@ -110,12 +118,13 @@ bool fits_four_bits(const float* w, const Group& five, Group& group) {
   if (turned || (from == 8 && middle == 0.0f))
     return std::isfinite(round_group(w, turned ? -step : step, middle, 4, group).squares);
   float mean = 0.0f;  // of what the middle has to be; rounded to float16 once
-  for (int64_t i = 0; i < GROUP; ++i) mean += (w[i] - step * static_cast<float>(five.u[i] - from - centre_of(4))) / GROUP;
+  for (int64_t i = 0; i < GROUP; ++i)
+    mean += (w[i] - step * static_cast<float>(five.u[i] - from - centre_of(4))) / GROUP;
   return std::isfinite(round_group(w, step, mean, 4, group).squares);
 }
 
-// 16 steps between a low and a high end near the least and the largest value, whichever round the group best. Not a number where
-// float16 can't hold them.
+// 16 steps between a low and a high end near the least and the largest value, whichever round the group best.
+// Not a number where float16 can't hold them.
 void round_to_four_bits(const float* w, Group& group) {
   Group five;
   if (fits_five_bits(w, five) && fits_four_bits(w, five, group)) return;
@@ -137,7 +146,8 @@ void round_to_four_bits_plainly(const float* w, Group& group) {
   round_group(w, step, least + centre_of(4) * step, 4, group);
   const float scale = _cvtsh_ss(group.scale), middle = _cvtsh_ss(group.middle);
   float error = 0.0f;
-  for (int64_t i = 0; i < GROUP; ++i) error += middle + scale * static_cast<float>(group.u[i] - centre_of(4)) - w[i];
+  for (int64_t i = 0; i < GROUP; ++i)
+    error += middle + scale * static_cast<float>(group.u[i] - centre_of(4)) - w[i];
   group.middle = to_half(middle - error / GROUP);
 }
 
@@ -147,7 +157,8 @@ struct Source {
   const In* values;
   int64_t n, k;
   void operator()(int64_t feature, int64_t g, float* w) const {
-    for (int64_t i = 0; i < GROUP; ++i) w[i] = feature < n ? widen(values[feature * k + g * GROUP + i]) : 0.0f;
+    for (int64_t i = 0; i < GROUP; ++i)
+      w[i] = feature < n ? widen(values[feature * k + g * GROUP + i]) : 0.0f;
   }
 };
 
@@ -178,7 +189,9 @@ uint8_t form_of_panel(const Source<In>& source, int64_t p) {
 
 void put(const Group& group, int bits, int feature, uint8_t* to) {
   const int upper = feature / W, lane = feature % W * 4;
-  const auto add = [&](int vector, int64_t i, int value) { to[vector * VECTOR + lane + i % 4] |= static_cast<uint8_t>(value); };
+  const auto add = [&](int vector, int64_t i, int value) {
+    to[vector * VECTOR + lane + i % 4] |= static_cast<uint8_t>(value);
+  };
   for (int64_t i = 0; i < GROUP; ++i) {
     const int u = group.u[i], q = static_cast<int>(i / 4), first = 5 * upper;
     if (bits != 5) add(q, i, (u & 15) << 4 * upper);
@@ -224,7 +237,8 @@ void pack_few_bits(const PackedWeight& weight, const void* source, bool source_b
 
 void pack_plain_four_bits(const PackedWeight& weight, const PackedWeight& int8, int threads) {
   const auto read = [&](int64_t feature, int64_t g, float* w) { int8_group(int8, feature, g, w); };
-  pack(weight, read, [](int, const float* w, Group& group) { round_to_four_bits_plainly(w, group); }, threads);
+  pack(
+      weight, read, [](int, const float* w, Group& group) { round_to_four_bits_plainly(w, group); }, threads);
 }
 
 }  // namespace gemserve
@@ -235,11 +249,14 @@ extern "C" {
 
 int64_t few_bits_panels(int64_t n) { return num_panels(n); }
 int32_t few_bits_form(int32_t bits, int32_t has_middle) { return form_of(bits, has_middle != 0); }
-int64_t few_bits_panel_bytes(int64_t k, int32_t form) { return k / GROUP * group_bytes(form & 15, form >> 4); }
+int64_t few_bits_panel_bytes(int64_t k, int32_t form) {
+  return k / GROUP * group_bytes(form & 15, form >> 4);
+}
 
-// The forms (bits, and 16 where there are middles) that the panels of a weight [n, k] need: 4 or 5 bits where nothing is lost by it,
-// else 8; 0 where a scale is beyond float16.
-void few_bits_needed(const void* source, int32_t source_bf16, int64_t n, int64_t k, uint8_t* forms, int32_t threads) {
+// The forms (bits, and 16 where there are middles) that the panels of a weight [n, k] need: 4 or 5 bits where
+// nothing is lost by it, else 8; 0 where a scale is beyond float16.
+void few_bits_needed(const void* source, int32_t source_bf16, int64_t n, int64_t k, uint8_t* forms,
+                     int32_t threads) {
   parallel_for(num_panels(n), threads, 1, [&](int64_t p) {
     forms[p] = source_bf16 ? form_of_panel(Source<bf16>{static_cast<const bf16*>(source), n, k}, p)
                            : form_of_panel(Source<float>{static_cast<const float*>(source), n, k}, p);

@@ -1,8 +1,9 @@
 // The helpers' side of parallel.h: a pool that lives as long as the process.
 //
-// One 64-bit word, the cursor, holds the number of the current job (upper half) and its next item (lower half). Claiming items is a
-// compare-and-swap on it, so a claim succeeds only while the job it was meant for is current; and a job stays current, its fields
-// and the caller's stack valid, until every claimed item is done. Between jobs the cursor is closed before the fields change.
+// One 64-bit word, the cursor, holds the number of the current job (upper half) and its next item (lower
+// half). Claiming items is a compare-and-swap on it, so a claim succeeds only while the job it was meant for
+// is current; and a job stays current, its fields and the caller's stack valid, until every claimed item is
+// done. Between jobs the cursor is closed before the fields change.
 #include "parallel.h"
 
 #include <linux/futex.h>
@@ -20,8 +21,9 @@ namespace gemserve {
 namespace {
 
 constexpr uint64_t CLOSED = 0xffffffff;
-constexpr uint64_t SPIN_CYCLES = 100'000;    // about 50 microseconds: the next operation of a step usually comes within
-constexpr uint64_t YIELD_CYCLES = 1'000'000; // then let others run for half a millisecond, then sleep
+// About 50 microseconds: the next operation of a step usually comes within.
+constexpr uint64_t SPIN_CYCLES = 100'000;
+constexpr uint64_t YIELD_CYCLES = 1'000'000;  // then let others run for half a millisecond, then sleep
 
 class Pool {
  public:
@@ -41,7 +43,8 @@ class Pool {
     epoch.fetch_add(1);
     if (sleepers.load() > 0) syscall(SYS_futex, &epoch, FUTEX_WAKE_PRIVATE, threads - 1, nullptr, nullptr, 0);
     work();
-    for (const uint64_t start = __rdtsc(); pending.load() > 0;) {  // items that helpers are in the middle of
+    // Items that helpers are in the middle of.
+    for (const uint64_t start = __rdtsc(); pending.load() > 0;) {
       if (__rdtsc() - start < SPIN_CYCLES)
         _mm_pause();
       else
@@ -66,11 +69,13 @@ class Pool {
   void work() {
     for (;;) {
       uint64_t seen = cursor.load();
-      const int64_t next = static_cast<int64_t>(seen & CLOSED), items = item_count.load(), chunk = chunk_size.load();
+      const int64_t next = static_cast<int64_t>(seen & CLOSED), items = item_count.load(),
+                    chunk = chunk_size.load();
       const ItemFunction function = item_function.load();
       const void* body = item_body.load();
       if ((seen & CLOSED) == CLOSED || next >= items) return;
-      const int64_t share = (items - next) / (4 * (max_helpers.load() + 1));  // less and less, so that threads end together
+      // Less and less, so that threads end together.
+      const int64_t share = (items - next) / (4 * (max_helpers.load() + 1));
       const int64_t last = std::min(items, next + std::max(chunk, share));
       if (!cursor.compare_exchange_strong(seen, (seen & ~CLOSED) | static_cast<uint64_t>(last))) continue;
       for (int64_t i = next; i < last; ++i) function(body, i);
@@ -89,7 +94,8 @@ class Pool {
           sched_yield();
         } else {
           sleepers.fetch_add(1);
-          syscall(SYS_futex, &epoch, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);  // returns at once if a job has come
+          // Returns at once if a job has come.
+          syscall(SYS_futex, &epoch, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
           sleepers.fetch_sub(1);
         }
       }
@@ -104,7 +110,8 @@ class Pool {
 void run_items(int64_t items, int threads, int64_t chunk, ItemFunction function, const void* body) {
   static Pool* pool = new Pool;  // never destroyed: helpers may look at it until the process ends
   if (pool->try_run(items, threads, chunk, function, body)) return;
-  for (int64_t i = 0; i < items; ++i) function(body, i);  // another thread of this process is using the helpers
+  // Another thread of this process is using the helpers.
+  for (int64_t i = 0; i < items; ++i) function(body, i);
 }
 
 }  // namespace gemserve

@@ -1,5 +1,6 @@
-// Sampling over whole rows of logits without sorting them: every row is cut into pieces at fixed places, pieces are shared among
-// the threads, and their results are joined in ascending order, so that the outcome depends on the row alone.
+// Sampling over whole rows of logits without sorting them: every row is cut into pieces at fixed places,
+// pieces are shared among the threads, and their results are joined in ascending order, so that the outcome
+// depends on the row alone.
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -49,7 +50,8 @@ class Best {
   }
 };
 
-// All of a row, likeliest first, equals in ascending order of id: a radix sort, whose passes keep the order of equals.
+// All of a row, likeliest first, equals in ascending order of id: a radix sort, whose passes keep the order
+// of equals.
 void sort_row(const float* x, int64_t size, std::vector<Candidate>& sorted) {
   struct Entry {
     uint32_t key;  // ascending where the value descends
@@ -64,16 +66,19 @@ void sort_row(const float* x, int64_t size, std::vector<Candidate>& sorted) {
     std::memcpy(&bits, &value, 4);
     const uint32_t key = bits >> 31 ? bits : ~(bits | 0x80000000u);
     entries[i] = {key, static_cast<int32_t>(i)};
-    for (int digit = 0; digit < DIGITS; ++digit) ++counts[digit * BUCKETS + ((key >> (digit * BITS)) & (BUCKETS - 1))];
+    for (int digit = 0; digit < DIGITS; ++digit)
+      ++counts[digit * BUCKETS + ((key >> (digit * BITS)) & (BUCKETS - 1))];
   }
   for (int digit = 0; digit < DIGITS; ++digit) {
     int64_t* places = &counts[digit * BUCKETS];
-    for (int64_t bucket = 0, place = 0; bucket < BUCKETS; ++bucket) place += std::exchange(places[bucket], place);
+    for (int64_t bucket = 0, place = 0; bucket < BUCKETS; ++bucket)
+      place += std::exchange(places[bucket], place);
     for (const Entry& entry : entries) other[places[(entry.key >> (digit * BITS)) & (BUCKETS - 1)]++] = entry;
     entries.swap(other);
   }
   sorted.resize(size);
-  for (int64_t i = 0; i < size; ++i) sorted[i] = {x[entries[i].id] == x[entries[i].id] ? x[entries[i].id] : NEVER, entries[i].id};
+  for (int64_t i = 0; i < size; ++i)
+    sorted[i] = {x[entries[i].id] == x[entries[i].id] ? x[entries[i].id] : NEVER, entries[i].id};
 }
 
 struct Mass {
@@ -106,7 +111,8 @@ void all_finite(const float* logits, int64_t rows, int64_t size, uint8_t* finite
   });
   const int64_t count = ceil_div(size, PIECE);
   for (int64_t row = 0; row < rows; ++row)
-    finite[row] = std::all_of(&pieces[row * count], &pieces[row * count] + count, [](uint8_t piece) { return piece != 0; });
+    finite[row] = std::all_of(&pieces[row * count], &pieces[row * count] + count,
+                              [](uint8_t piece) { return piece != 0; });
 }
 
 void argmax(const float* logits, int64_t rows, int64_t size, int64_t* token_ids, int32_t threads) {
@@ -126,8 +132,10 @@ void argmax(const float* logits, int64_t rows, int64_t size, int64_t* token_ids,
     token_ids[row] = std::min_element(&pieces[row * count], &pieces[row * count] + count)->id;
 }
 
-// Leaves of these rows the logits whose bit is set, the lowest bit of a byte first; each mask has ceil(size / 8) bytes.
-void mask_rows(float* logits, const int64_t* rows, int64_t count, int64_t size, const uint8_t* masks, int32_t threads) {
+// Leaves of these rows the logits whose bit is set, the lowest bit of a byte first; each mask has ceil(size /
+// 8) bytes.
+void mask_rows(float* logits, const int64_t* rows, int64_t count, int64_t size, const uint8_t* masks,
+               int32_t threads) {
   static_assert(PIECE % 8 == 0, "a byte of a mask belongs to one piece");
   each_piece(count, size, threads, [&](int64_t, int64_t index, int64_t first, int64_t last) {
     const uint8_t* mask = masks + index * ceil_div(size, 8);
@@ -138,7 +146,8 @@ void mask_rows(float* logits, const int64_t* rows, int64_t count, int64_t size, 
       if (bits == 0xFF) continue;
       int32_t kept[8];  // without branches: the pattern of a mask can't be foretold
       std::memcpy(kept, x + i, sizeof kept);
-      for (int j = 0; j < 8; ++j) kept[j] = (bits >> j & 1) ? kept[j] : static_cast<int32_t>(0xFF800000u);  // -infinity
+      // 0xFF800000 is -infinity.
+      for (int j = 0; j < 8; ++j) kept[j] = (bits >> j & 1) ? kept[j] : static_cast<int32_t>(0xFF800000u);
       std::memcpy(x + i, kept, sizeof kept);
     }
     for (; i < last; ++i)
@@ -146,11 +155,12 @@ void mask_rows(float* logits, const int64_t* rows, int64_t count, int64_t size, 
   });
 }
 
-void top_candidates(const float* logits, int64_t rows, int64_t size, int64_t k, const float* temperature, float* values,
-                    int64_t* token_ids, float* log_total, int32_t threads) {
+void top_candidates(const float* logits, int64_t rows, int64_t size, int64_t k, const float* temperature,
+                    float* values, int64_t* token_ids, float* log_total, int32_t threads) {
   const int64_t count = ceil_div(size, PIECE);
-  // With rows enough for every core, one item looks through a whole row, and its threshold soon turns most pieces away. Which
-  // candidates are found does not depend on that, and the mass is summed up piece by piece in any case.
+  // With rows enough for every core, one item looks through a whole row, and its threshold soon turns most
+  // pieces away. Which candidates are found does not depend on that, and the mass is summed up piece by piece
+  // in any case.
   const bool sorts = k > 4096 && k > size / 16;  // so many are found sooner by sorting everything
   const int64_t span = rows >= 2 * threads ? count : 1, items = ceil_div(count, span);
   std::vector<std::vector<Candidate>> kept(rows * items);
@@ -180,7 +190,8 @@ void top_candidates(const float* logits, int64_t rows, int64_t size, int64_t k, 
     if (sorts) {
       sort_row(logits + row * size, size, all);
     } else {
-      for (int64_t i = 0; i < items; ++i) all.insert(all.end(), kept[row * items + i].begin(), kept[row * items + i].end());
+      for (int64_t i = 0; i < items; ++i)
+        all.insert(all.end(), kept[row * items + i].begin(), kept[row * items + i].end());
       std::nth_element(all.begin(), all.begin() + (k - 1), all.end());
       std::sort(all.begin(), all.begin() + k);
     }

@@ -1,4 +1,5 @@
-// What the kernels that read whole rows of logits share: how rows are cut into pieces, and the weights of tokens.
+// What the kernels that read whole rows of logits share: how rows are cut into pieces, and the weights of
+// tokens.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +35,9 @@ INLINE float largest_of(const float* x, int64_t count) {
   return top;
 }
 
-INLINE float reciprocal(float temperature) { return std::min(1.0f / temperature, std::numeric_limits<float>::max()); }
+INLINE float reciprocal(float temperature) {
+  return std::min(1.0f / temperature, std::numeric_limits<float>::max());
+}
 
 // e^((x - top) / temperature), or 0 where that is below the cut.
 struct Weigher {
@@ -65,7 +68,9 @@ INLINE double sum_of(const float* x, int64_t count, const Weigher& weigher) {
 struct Candidate {
   float value;
   int32_t id;
-  bool operator<(const Candidate& other) const { return value != other.value ? value > other.value : id < other.id; }
+  bool operator<(const Candidate& other) const {
+    return value != other.value ? value > other.value : id < other.id;
+  }
 };
 
 }  // namespace gemserve

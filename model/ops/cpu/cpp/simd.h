@@ -1,6 +1,6 @@
-// A thin SIMD layer: the kernels are written once over it and compiled for AVX2 (8 floats) or AVX-512 (16 floats).
-// Only explicit fma() fuses; the sources are compiled with -ffp-contract=off, so that the same arithmetic gives the same bits
-// wherever it stands. bfloat16 is storage only: every sum is float32.
+// A thin SIMD layer: the kernels are written once over it and compiled for AVX2 (8 floats) or AVX-512 (16
+// floats). Only explicit fma() fuses; the sources are compiled with -ffp-contract=off, so that the same
+// arithmetic gives the same bits wherever it stands. bfloat16 is storage only: every sum is float32.
 #pragma once
 
 #include <immintrin.h>
@@ -49,17 +49,24 @@ INLINE vf to_float(vi a) { return _mm512_cvtepi32_ps(a); }
 INLINE vi addi(vi a, vi b) { return _mm512_add_epi32(a, b); }
 INLINE vi andi(vi a, vi b) { return _mm512_and_si512(a, b); }
 template <int bits>
-INLINE vi shift_left(vi a) { return _mm512_slli_epi32(a, bits); }
+INLINE vi shift_left(vi a) {
+  return _mm512_slli_epi32(a, bits);
+}
 template <int bits>
-INLINE vi shift_right(vi a) { return _mm512_srli_epi32(a, bits); }
+INLINE vi shift_right(vi a) {
+  return _mm512_srli_epi32(a, bits);
+}
 INLINE vi ori(vi a, vi b) { return _mm512_or_si512(a, b); }
 INLINE vi and_not(vi mask, vi a) { return _mm512_andnot_si512(mask, a); }
-INLINE vf load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+INLINE vf load_half(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
 INLINE void store_int8(int8_t* p, vi v) {  // saturated
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(v));
 }
 INLINE vf load(const bf16* p) {
-  return as_float(shift_left<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))));
+  return as_float(
+      shift_left<16>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))));
 }
 INLINE void store(bf16* p, vf v) {  // round to nearest even; NaN stays NaN
   const vi bits = as_int(v);
@@ -76,7 +83,9 @@ INLINE __m256 low_half(vf v) { return _mm512_castps512_ps256(v); }
 INLINE __m256 high_half(vf v) { return _mm512_extractf32x8_ps(v, 1); }
 INLINE __m256 half_sum(vf v) { return _mm256_add_ps(low_half(v), high_half(v)); }
 INLINE __m256 half_max(vf v) { return _mm256_max_ps(low_half(v), high_half(v)); }
-INLINE vi load_int8_as_int16(const int8_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+INLINE vi load_int8_as_int16(const int8_t* p) {
+  return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
 INLINE vi pair_dot(vi sum, vi a, vi b) {  // each lane: sum + a.low * b.low + a.high * b.high, int16 factors
 #if defined(__AVX512VNNI__)
   return _mm512_dpwssd_epi32(sum, a, b);
@@ -84,7 +93,8 @@ INLINE vi pair_dot(vi sum, vi a, vi b) {  // each lane: sum + a.low * b.low + a.
   return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
 #endif
 }
-INLINE vi byte_pairs(vi a, vi b) { return _mm512_maddubs_epi16(a, b); }  // unsigned a, signed b; sums of two, int16
+// Unsigned a, signed b; sums of two, int16.
+INLINE vi byte_pairs(vi a, vi b) { return _mm512_maddubs_epi16(a, b); }
 INLINE vi add_words(vi a, vi b) { return _mm512_add_epi16(a, b); }
 INLINE vi word_pairs(vi a, vi b) { return _mm512_madd_epi16(a, b); }
 
@@ -117,18 +127,25 @@ INLINE vf to_float(vi a) { return _mm256_cvtepi32_ps(a); }
 INLINE vi addi(vi a, vi b) { return _mm256_add_epi32(a, b); }
 INLINE vi andi(vi a, vi b) { return _mm256_and_si256(a, b); }
 template <int bits>
-INLINE vi shift_left(vi a) { return _mm256_slli_epi32(a, bits); }
+INLINE vi shift_left(vi a) {
+  return _mm256_slli_epi32(a, bits);
+}
 template <int bits>
-INLINE vi shift_right(vi a) { return _mm256_srli_epi32(a, bits); }
+INLINE vi shift_right(vi a) {
+  return _mm256_srli_epi32(a, bits);
+}
 INLINE vi ori(vi a, vi b) { return _mm256_or_si256(a, b); }
 INLINE vi and_not(vi mask, vi a) { return _mm256_andnot_si256(mask, a); }
-INLINE vf load_half(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+INLINE vf load_half(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 INLINE void store_int8(int8_t* p, vi v) {  // saturated
   const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
 }
 INLINE vf load(const bf16* p) {
-  return as_float(shift_left<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))));
+  return as_float(
+      shift_left<16>(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))));
 }
 INLINE void store(bf16* p, vf v) {  // round to nearest even; NaN stays NaN
   const vi bits = as_int(v);
@@ -140,14 +157,19 @@ INLINE void store(bf16* p, vf v) {  // round to nearest even; NaN stays NaN
 }
 INLINE uint32_t greater_mask(vf a, vf b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)); }
 INLINE uint32_t equal_mask(vf a, vf b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_EQ_OQ)); }
-INLINE vf zero_where_less(vf value, vf a, vf b) { return _mm256_and_ps(value, _mm256_cmp_ps(a, b, _CMP_NLT_UQ)); }
+INLINE vf zero_where_less(vf value, vf a, vf b) {
+  return _mm256_and_ps(value, _mm256_cmp_ps(a, b, _CMP_NLT_UQ));
+}
 INLINE __m256 half_sum(vf v) { return v; }
 INLINE __m256 half_max(vf v) { return v; }
-INLINE vi load_int8_as_int16(const int8_t* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+INLINE vi load_int8_as_int16(const int8_t* p) {
+  return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 INLINE vi pair_dot(vi sum, vi a, vi b) {  // each lane: sum + a.low * b.low + a.high * b.high, int16 factors
   return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
 }
-INLINE vi byte_pairs(vi a, vi b) { return _mm256_maddubs_epi16(a, b); }  // unsigned a, signed b; sums of two, int16
+// Unsigned a, signed b; sums of two, int16.
+INLINE vi byte_pairs(vi a, vi b) { return _mm256_maddubs_epi16(a, b); }
 INLINE vi add_words(vi a, vi b) { return _mm256_add_epi16(a, b); }
 INLINE vi word_pairs(vi a, vi b) { return _mm256_madd_epi16(a, b); }
 
@@ -163,13 +185,16 @@ struct ByteSum {  // per lane of 32 bits: a start, plus products of four unsigne
 #else
   vi words;  // two a lane; what they come to in the end must be in int16
   static int32_t start_of(int32_t first_two, int32_t last_two) {
-    return static_cast<int32_t>(static_cast<uint32_t>(last_two) << 16 | (static_cast<uint32_t>(first_two) & 0xffff));
+    return static_cast<int32_t>(static_cast<uint32_t>(last_two) << 16 |
+                                (static_cast<uint32_t>(first_two) & 0xffff));
   }
   INLINE void start(vi from) { words = from; }
   INLINE void add(vi weights, vi inputs) {
     words = add_words(words, byte_pairs(weights, inputs));
 #if !defined(GEMSERVE_EMULATE_AVX512)
-    asm("" : "+v"(words));  // the compiler would rather multiply all, put the products on the stack, and add them up in a tree
+    asm(""
+        : "+v"(words));  // the compiler would rather multiply all, put the products on the stack, and add
+                         // them up in a tree
 #endif
   }
   INLINE vi times(int factor) const { return word_pairs(words, set1i(factor << 16 | factor)); }
@@ -185,9 +210,9 @@ INLINE vf in_register(vf v) {
   return v;
 }
 
-// 2 W values: of float32 W after W; of bfloat16 the even ones and the odd ones, for that takes half the instructions. Packed weights
-// lie so that both are in order; what attention multiplies by keys, and what it adds up of values, takes on that order:
-// in_cache_order, in_head_order.
+// 2 W values: of float32 W after W; of bfloat16 the even ones and the odd ones, for that takes half the
+// instructions. Packed weights lie so that both are in order; what attention multiplies by keys, and what it
+// adds up of values, takes on that order: in_cache_order, in_head_order.
 INLINE void load_two(const float* p, vf& first, vf& second) {
   first = load(p);
   second = load(p + W);
@@ -241,10 +266,12 @@ INLINE float max_lanes(vf v) {
   return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
 }
 
-// e^x in float32, about 1 unit in the last place: Cody-Waite reduction and the polynomial of Cephes' expf. Below -87.3 the result
-// is 0 (a product with a subnormal could depend on the machine's mode), above 88.3 it is clamped. NaN stays NaN.
+// e^x in float32, about 1 unit in the last place: Cody-Waite reduction and the polynomial of Cephes' expf.
+// Below -87.3 the result is 0 (a product with a subnormal could depend on the machine's mode), above 88.3 it
+// is clamped. NaN stays NaN.
 INLINE vf exp(vf x) {
-  const vf clamped = min(set1(88.3f), max(set1(-87.3f), x));  // a NaN in the second operand passes through both
+  // A NaN in the second operand passes through both.
+  const vf clamped = min(set1(88.3f), max(set1(-87.3f), x));
   const vf n = round(mul(clamped, set1(1.44269504088896341f)));
   vf r = fnma(n, set1(0.693359375f), clamped);
   r = fnma(n, set1(-2.12194440e-4f), r);

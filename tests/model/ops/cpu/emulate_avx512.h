@@ -1,6 +1,7 @@
-// Compiled in front of the kernels, makes their AVX-512 form run on a processor that has AVX2 alone: a register of 512 bits is two
-// of 256, and each instruction that simd.h asks for is done half by half. For tests: what it proves is the source for 16 lanes, and
-// with GEMSERVE_EMULATE_VNNI the one that multiplies bytes by VNNI. What the instructions do is Intel's Intrinsics Guide's word.
+// Compiled in front of the kernels, makes their AVX-512 form run on a processor that has AVX2 alone: a
+// register of 512 bits is two of 256, and each instruction that simd.h asks for is done half by half. For
+// tests: what it proves is the source for 16 lanes, and with GEMSERVE_EMULATE_VNNI the one that multiplies
+// bytes by VNNI. What the instructions do is Intel's Intrinsics Guide's word.
 #pragma once
 #include <immintrin.h>
 
@@ -33,23 +34,23 @@ EMULATE __m256i lanes_of(Mask mask, int half) {  // all bits of the lanes whose 
   return _mm256_cmpeq_epi32(_mm256_and_si256(eight, bits), bits);
 }
 
-#define UNARY_FLOATS(name, half_of_it)                                                            \
-  EMULATE Floats name(Floats a) {                                                                 \
-    Floats result;                                                                                \
-    for (int i = 0; i < 2; ++i) result.half[i] = half_of_it(a.half[i]);                           \
-    return result;                                                                                \
+#define UNARY_FLOATS(name, half_of_it)                                  \
+  EMULATE Floats name(Floats a) {                                       \
+    Floats result;                                                      \
+    for (int i = 0; i < 2; ++i) result.half[i] = half_of_it(a.half[i]); \
+    return result;                                                      \
   }
-#define BINARY(Type, name, half_of_it)                                                            \
-  EMULATE Type name(Type a, Type b) {                                                             \
-    Type result;                                                                                  \
-    for (int i = 0; i < 2; ++i) result.half[i] = half_of_it(a.half[i], b.half[i]);                \
-    return result;                                                                                \
+#define BINARY(Type, name, half_of_it)                                             \
+  EMULATE Type name(Type a, Type b) {                                              \
+    Type result;                                                                   \
+    for (int i = 0; i < 2; ++i) result.half[i] = half_of_it(a.half[i], b.half[i]); \
+    return result;                                                                 \
   }
-#define TERNARY_FLOATS(name, half_of_it)                                                          \
-  EMULATE Floats name(Floats a, Floats b, Floats c) {                                             \
-    Floats result;                                                                                \
-    for (int i = 0; i < 2; ++i) result.half[i] = half_of_it(a.half[i], b.half[i], c.half[i]);     \
-    return result;                                                                                \
+#define TERNARY_FLOATS(name, half_of_it)                                                      \
+  EMULATE Floats name(Floats a, Floats b, Floats c) {                                         \
+    Floats result;                                                                            \
+    for (int i = 0; i < 2; ++i) result.half[i] = half_of_it(a.half[i], b.half[i], c.half[i]); \
+    return result;                                                                            \
   }
 UNARY_FLOATS(sqrt_ps, _mm256_sqrt_ps)
 BINARY(Floats, add_ps, _mm256_add_ps)
@@ -80,8 +81,12 @@ EMULATE Ints loadu_si512(const void* p) {
   const __m256i* from = static_cast<const __m256i*>(p);
   return {_mm256_loadu_si256(from), _mm256_loadu_si256(from + 1)};
 }
-EMULATE Floats castsi512_ps(Ints a) { return {_mm256_castsi256_ps(a.half[0]), _mm256_castsi256_ps(a.half[1])}; }
-EMULATE Ints castps_si512(Floats a) { return {_mm256_castps_si256(a.half[0]), _mm256_castps_si256(a.half[1])}; }
+EMULATE Floats castsi512_ps(Ints a) {
+  return {_mm256_castsi256_ps(a.half[0]), _mm256_castsi256_ps(a.half[1])};
+}
+EMULATE Ints castps_si512(Floats a) {
+  return {_mm256_castps_si256(a.half[0]), _mm256_castps_si256(a.half[1])};
+}
 EMULATE __m256 castps512_ps256(Floats a) { return a.half[0]; }
 EMULATE __m256 extractf32x8_ps(Floats a, int half) { return a.half[half]; }
 EMULATE Floats roundscale_ps(Floats a, int) {  // 8: to the nearest integer, without exceptions
@@ -90,16 +95,23 @@ EMULATE Floats roundscale_ps(Floats a, int) {  // 8: to the nearest integer, wit
 }
 EMULATE Ints cvtps_epi32(Floats a) { return {_mm256_cvtps_epi32(a.half[0]), _mm256_cvtps_epi32(a.half[1])}; }
 EMULATE Floats cvtepi32_ps(Ints a) { return {_mm256_cvtepi32_ps(a.half[0]), _mm256_cvtepi32_ps(a.half[1])}; }
-EMULATE Ints slli_epi32(Ints a, int bits) { return {_mm256_slli_epi32(a.half[0], bits), _mm256_slli_epi32(a.half[1], bits)}; }
-EMULATE Ints srli_epi32(Ints a, int bits) { return {_mm256_srli_epi32(a.half[0], bits), _mm256_srli_epi32(a.half[1], bits)}; }
+EMULATE Ints slli_epi32(Ints a, int bits) {
+  return {_mm256_slli_epi32(a.half[0], bits), _mm256_slli_epi32(a.half[1], bits)};
+}
+EMULATE Ints srli_epi32(Ints a, int bits) {
+  return {_mm256_srli_epi32(a.half[0], bits), _mm256_srli_epi32(a.half[1], bits)};
+}
 EMULATE Floats cvtph_ps(__m256i halves) {
-  return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
+          _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
 }
 EMULATE Ints cvtepi8_epi16(__m256i bytes) {
-  return {_mm256_cvtepi8_epi16(_mm256_castsi256_si128(bytes)), _mm256_cvtepi8_epi16(_mm256_extracti128_si256(bytes, 1))};
+  return {_mm256_cvtepi8_epi16(_mm256_castsi256_si128(bytes)),
+          _mm256_cvtepi8_epi16(_mm256_extracti128_si256(bytes, 1))};
 }
 EMULATE Ints cvtepu16_epi32(__m256i words) {
-  return {_mm256_cvtepu16_epi32(_mm256_castsi256_si128(words)), _mm256_cvtepu16_epi32(_mm256_extracti128_si256(words, 1))};
+  return {_mm256_cvtepu16_epi32(_mm256_castsi256_si128(words)),
+          _mm256_cvtepu16_epi32(_mm256_extracti128_si256(words, 1))};
 }
 EMULATE __m256i cvtepi32_epi16(Ints a) {
   return _mm256_permute2x128_si256(low_words(a.half[0]), low_words(a.half[1]), 0x20);
@@ -118,20 +130,24 @@ EMULATE Mask cmp_ps_mask(Floats a, Floats b) {
 }
 EMULATE Ints mask_mov_epi32(Ints otherwise, Mask mask, Ints a) {
   Ints result;
-  for (int i = 0; i < 2; ++i) result.half[i] = _mm256_blendv_epi8(otherwise.half[i], a.half[i], lanes_of(mask, i));
+  for (int i = 0; i < 2; ++i)
+    result.half[i] = _mm256_blendv_epi8(otherwise.half[i], a.half[i], lanes_of(mask, i));
   return result;
 }
 EMULATE Floats maskz_mov_ps(Mask mask, Floats a) {
   Floats result;
-  for (int i = 0; i < 2; ++i) result.half[i] = _mm256_and_ps(a.half[i], _mm256_castsi256_ps(lanes_of(mask, i)));
+  for (int i = 0; i < 2; ++i)
+    result.half[i] = _mm256_and_ps(a.half[i], _mm256_castsi256_ps(lanes_of(mask, i)));
   return result;
 }
 EMULATE Ints dpwssd_epi32(Ints sum, Ints a, Ints b) { return add_epi32(sum, madd_epi16(a, b)); }
-EMULATE Ints dpbusd_epi32(Ints sum, Ints unsigned_bytes, Ints signed_bytes) {  // never saturates, unlike maddubs
+// Never saturates, unlike maddubs.
+EMULATE Ints dpbusd_epi32(Ints sum, Ints unsigned_bytes, Ints signed_bytes) {
   Ints result;
   for (int i = 0; i < 2; ++i) {
     const __m256i a = unsigned_bytes.half[i], b = signed_bytes.half[i];
-    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, _mm256_set1_epi16(0xff)), _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
+    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, _mm256_set1_epi16(0xff)),
+                                           _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
     const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
     result.half[i] = _mm256_add_epi32(sum.half[i], _mm256_add_epi32(even, odd));
   }

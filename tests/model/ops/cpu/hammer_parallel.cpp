@@ -1,5 +1,5 @@
-// Two threads share work out at the same time, thousands of times, with every item checked: built with the thread sanitizer, this
-// looks for races in the pool of helpers (tests/model/ops/cpu/test_parallel.py).
+// Two threads share work out at the same time, thousands of times, with every item checked: built with the
+// thread sanitizer, this looks for races in the pool of helpers (tests/model/ops/cpu/test_parallel.py).
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -13,10 +13,12 @@ static void hammer(int rounds, unsigned state) {
     state = state * 1103515245 + 12345;
     const int64_t items = (state >> 16) % 200 + 2, chunk = (state >> 8) % 3 + 1;
     std::vector<int> visits(items, 0);
-    gemserve::parallel_for(items, (state >> 4) % 4 + 1, chunk, [&](int64_t i) { visits[i] += static_cast<int>(i) + 1; });
+    gemserve::parallel_for(items, (state >> 4) % 4 + 1, chunk,
+                           [&](int64_t i) { visits[i] += static_cast<int>(i) + 1; });
     for (int64_t i = 0; i < items; ++i)
       if (visits[i] != i + 1) std::abort();
-    if (round % 50 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(2));  // long enough for helpers to sleep
+    // Long enough for helpers to sleep.
+    if (round % 50 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
 }
 
