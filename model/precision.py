@@ -133,9 +133,8 @@ def weight_bytes(
     for layer in range(config.num_hidden_layers):
         total += sum(of_linear(weight) for weight in _linears_of_layer(config, layer))
     total += 4 * (config.num_hidden_layers * (4 * hidden + 2 * config.head_dim) + hidden)  # norms, in float32
-    if (
-        packs
-    ):  # a head of its own, even where it is tied to the embedding; of a rounded one a sketch in 4 bits
+    # a head of its own, even where it is tied to the embedding; of a rounded one a sketch in 4 bits
+    if packs:
         rounded = quantization != "none" and hidden % GROUP == 0
         name = EMBEDDING if config.tie_word_embeddings else HEAD
         exact = _exact_bytes((name,), compute, stored_types, packs=packs)

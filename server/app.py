@@ -87,9 +87,8 @@ def create_app(
                 stats_log.cancel()
             grammar_warm_up.cancel()
             if state.loaded is not None:
-                await state.loaded.engine.drain(
-                    0.0
-                )  # the command line has waited for running requests before
+                # the command line has waited for running requests before
+                await state.loaded.engine.drain(0.0)
                 await state.loaded.engine.stop()
                 state.loaded.grammars.close()
                 # A step that goes on uses what would be closed, and the process ends without it.

@@ -95,9 +95,8 @@ def drift(first: Profile, second: Profile) -> float:
 
 
 def real_load(address: str, workload: Workload, clients: int, num_requests: int) -> Measurement:
-    own = replace(
-        workload, seed=clients
-    )  # no prompt is that of an earlier load, which the server's cache would hold
+    # no prompt is that of an earlier load, which the server's cache would hold
+    own = replace(workload, seed=clients)
     (measurement,) = asyncio.run(
         measure(
             [Target("server", address)], own, concurrencies=[clients], num_requests=num_requests, num_warmup=1

@@ -112,9 +112,8 @@ class Meter:
 
     def decode(self, num_sequences: int, prompt_tokens: int) -> float:
         """Of a step that continues so many sequences."""
-        core = self._core(
-            max(self.settings.max_num_batched_tokens, 2 * num_sequences * SHORT_PROMPT)
-        )  # all start at once
+        # all start at once
+        core = self._core(max(self.settings.max_num_batched_tokens, 2 * num_sequences * SHORT_PROMPT))
         for number in range(num_sequences):
             core.add(_spec(f"decode-{number}", prompt_tokens, DECODE_STEPS + 2))
         seconds: list[float] = []

@@ -31,9 +31,8 @@ class Policy(StrEnum):
     ROUND_ROBIN = "round-robin"
     LEAST_REQUESTS = "least-requests"
     TWO_CHOICES = "two-choices"  # the less loaded of two drawn at random
-    AFFINITY = (
-        "affinity"  # consistent hashing by group; to the next one while the chosen has twice the mean load
-    )
+    # consistent hashing by group; to the next one while the chosen has twice the mean load
+    AFFINITY = "affinity"
 
 
 class _TimedRunner:

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SLICE_ELEMENTS = (
-    1 << 17
-)  # float32 values the package expands at a time: temporaries of 512 KiB stay in the cache of the core
+# float32 values the package expands at a time: temporaries of 512 KiB stay in the cache of the core
+SLICE_ELEMENTS = 1 << 17
 _FORMATS = {  # kFormats in model/ops/cpu/cpp/dequantize.cpp
     GGMLQuantizationType.Q8_0: 0,
     GGMLQuantizationType.Q5_0: 1,

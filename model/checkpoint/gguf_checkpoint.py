@@ -276,9 +276,8 @@ def _join(files: Sequence[Path]) -> Bytes:
 def _map_one_after_the_other(files: Sequence[Path], sizes: Sequence[int]) -> Bytes:
     """The parts as one range of memory that is read when it is needed. Each but the last is a whole number of
     pages."""
-    whole = mmap.mmap(
-        -1, sum(sizes)
-    )  # keeps the addresses, and gives all of them back when the last reference goes
+    # keeps the addresses, and gives all of them back when the last reference goes
+    whole = mmap.mmap(-1, sum(sizes))
     data = np.frombuffer(whole, dtype=np.uint8)
     map_at = ctypes.CDLL(None, use_errno=True).mmap
     map_at.argtypes = (

@@ -238,9 +238,8 @@ class _Parser:
         two = is_zero[:-1] & is_zero[1:]
         four = two[:-2] & two[2:]
         firsts = np.flatnonzero(four[:-3] & four[3:])  # of seven in a row; the byte before is the length
-        starts = np.empty(
-            length + 1, dtype=np.int64
-        )  # of the length of each string, and where the last one ends
+        # of the length of each string, and where the last one ends
+        starts = np.empty(length + 1, dtype=np.int64)
         if len(firsts) < length or firsts[0] != 1:
             return None
         starts[:-1] = firsts[:length] - 1

@@ -76,9 +76,8 @@ def _write(folder: Path, key: str, content: bytes) -> Path:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(
-            name, 0o644
-        )  # mkstemp makes it private; a cache filled by an image or another user must be readable
+        # mkstemp makes it private; a cache filled by an image or another user must be readable
+        os.chmod(name, 0o644)
         os.replace(name, target)
     except BaseException:
         Path(name).unlink(missing_ok=True)

@@ -194,9 +194,8 @@ def number(fields: Mapping[str, Any], key: str) -> float:
         raise ConfigError(
             f"{key} is missing." if value is None else f"{key} must be a number, not {value!r:.80}."
         )
-    return (
-        float(value) if abs(value) < 1e30 else float("inf")
-    )  # an int too big for a float is refused by the range check
+    # an int too big for a float is refused by the range check
+    return float(value) if abs(value) < 1e30 else float("inf")
 
 
 def boolean(fields: Mapping[str, Any], key: str) -> bool:

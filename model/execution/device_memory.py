@@ -151,9 +151,8 @@ def profile_memory(
     memory.release()
     weights = memory.allocated()
     with remedy("its largest step", "Lower --max-num-batched-tokens, --max-num-seqs or --max-model-len."):
-        runner.allocate_cache(
-            KVCachePlan(2, 2, 0, 0, runner.spec.block_size)
-        )  # block 1, shared by all, stands for every one
+        # block 1, shared by all, stands for every one
+        runner.allocate_cache(KVCachePlan(2, 2, 0, 0, runner.spec.block_size))
         before = memory.allocated()
         memory.reset_peak()
         for step in largest_steps(runner, max_num_batched_tokens, max_num_seqs, max_model_len):

@@ -371,9 +371,8 @@ class ModelRunner:
     ) -> None:
         """Log-probabilities of prompt tokens, in slices of rows, so that no more than one slice of logits
         exists at a time."""
-        rows: list[
-            tuple[int, int, int, int]
-        ] = []  # chunk, row of the flat batch, token that follows, alternatives asked for
+        # chunk, row of the flat batch, token that follows, alternatives asked for
+        rows: list[tuple[int, int, int, int]] = []
         for index, chunk in enumerate(step.prefills, len(step.decodes)):
             count = step.batch.sampling[chunk.row].prompt_logprobs
             if count is None or not chunk.prompt_targets:

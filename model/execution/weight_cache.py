@@ -43,9 +43,8 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent.parent
 _SOURCE_FILES = ("*.py", "*.cpp", "*.h")
-_KERNEL_OVERRIDES = frozenset(
-    {"GEMSERVE_SANITIZE", "GEMSERVE_CPU_KERNELS"}
-)  # libraries whose source is not known, for tests
+# libraries whose source is not known, for tests
+_KERNEL_OVERRIDES = frozenset({"GEMSERVE_SANITIZE", "GEMSERVE_CPU_KERNELS"})
 SUFFIX = ".weights"
 WRITING = ".writing-"
 MAGIC = b"gemserve packed1"
@@ -165,9 +164,8 @@ class WeightCache:
                 layout.write(stream)
                 stream.flush()
                 os.fsync(stream.fileno())
-                os.chmod(
-                    name, 0o644
-                )  # mkstemp makes it private; a cache filled by an image or another user must be readable
+                # mkstemp makes it private; a cache filled by an image or another user must be readable
+                os.chmod(name, 0o644)
                 os.replace(name, self._file)
         except BaseException:
             Path(name).unlink(missing_ok=True)

@@ -50,22 +50,19 @@ class RunningBatch:
         self.num_computed_tokens: IntArray = column(np.int64)  # whose keys and values are in the cache
         self.max_num_tokens: IntArray = column(np.int64)  # length at which the sequence ends
         self.last_token_ids: IntArray = column(np.int64)
-        self.token_ids: list[list[int]] = [
-            []
-        ] * num_rows  # of prompt and output: each list is the sequence's own
+        # of prompt and output: each list is the sequence's own
+        self.token_ids: list[list[int]] = [[]] * num_rows
         self.sampling: list[SamplingParams] = [_NO_SAMPLING] * num_rows
         self.grammars: list[GrammarState | None] = [None] * num_rows  # what may be drawn; None: anything
-        self.is_plain: npt.NDArray[np.bool_] = column(
-            np.bool_
-        )  # a token is drawn from the logits as they are, and that alone
+        # a token is drawn from the logits as they are, and that alone
+        self.is_plain: npt.NDArray[np.bool_] = column(np.bool_)
         self.is_greedy: npt.NDArray[np.bool_] = column(np.bool_)
         self.temperature: npt.NDArray[np.float64] = column(np.float64)
         self.top_p: npt.NDArray[np.float64] = column(np.float64)
         self.min_p: npt.NDArray[np.float64] = column(np.float64)
         self.top_k: IntArray = column(np.int64)
-        self.streams: npt.NDArray[np.uint64] = column(
-            np.uint64
-        )  # what random numbers start from (random_streams.py)
+        # what random numbers start from (random_streams.py)
+        self.streams: npt.NDArray[np.uint64] = column(np.uint64)
         # [group, row, index]: block ids by position // block_size. The null block where there is none, or
         # none any more.
         self.blocks: npt.NDArray[np.int32] = np.zeros((2, num_rows, max_blocks), np.int32)

@@ -24,13 +24,11 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # prompt and generated tokens
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
-    stop_token_ids: frozenset[int] = (
-        frozenset()
-    )  # every id that ends the request, end-of-sequence ids included
+    # every id that ends the request, end-of-sequence ids included
+    stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0  # stop_token_ids are masked until this many tokens are generated
-    logprobs: int | None = (
-        None  # alternatives beside the sampled token; 0: the sampled token alone; None: off
-    )
+    # alternatives beside the sampled token; 0: the sampled token alone; None: off
+    logprobs: int | None = None
     # With logprobs: these tokens are reported beside the sampled one, in this order, instead of the
     # likeliest.
     logprob_token_ids: tuple[int, ...] | None = None

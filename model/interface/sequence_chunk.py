@@ -126,9 +126,8 @@ class ChunkResult:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token id, when asked for
-    prompt_logprobs: list[TokenLogprobs] = field(
-        default_factory=list
-    )  # one per prompt target, when asked for
+    # one per prompt target, when asked for
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     hidden_sum: "npt.NDArray[np.float64] | None" = None  # [h], where the chunk pools
     error: str | None = None  # this sequence alone failed (non-finite numbers)
 
@@ -138,9 +137,8 @@ class StepResult:
     """What a step yielded, by the index of each sequence in it: a bare token, or more than that in
     ``others``."""
 
-    token_ids: list[
-        int
-    ]  # NO_TOKEN where the logits were not finite, and meaningless at the indices of ``others``
+    # NO_TOKEN where the logits were not finite, and meaningless at the indices of ``others``
+    token_ids: list[int]
     others: dict[int, ChunkResult] = field(default_factory=dict)
 
     @classmethod

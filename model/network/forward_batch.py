@@ -127,8 +127,7 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
-    if (
-        device.type == "cuda"
-    ):  # from other than pinned memory, the host would wait until the device has done all its work
+    # from other than pinned memory, the host would wait until the device has done all its work
+    if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

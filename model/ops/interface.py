@@ -65,9 +65,8 @@ class AttentionMetadata:
     # (execution/cuda_graphs.py).
     context_lens: tuple[int, ...]
     query_start: torch.Tensor  # int32 [num_seqs + 1]
-    context_lens_tensor: (
-        torch.Tensor
-    )  # int32 [num_seqs]; 0 for a row that pads a captured step: it reads nothing
+    # int32 [num_seqs]; 0 for a row that pads a captured step: it reads nothing
+    context_lens_tensor: torch.Tensor
     # int32 [num_seqs, max_blocks], indexed by position // B; rows may be parts of longer ones. Entry 0 is the
     # null block: recycled or padding, never to be read.
     block_table: torch.Tensor

@@ -15,12 +15,10 @@ import torch.nn.functional as F
 from model.host.cpu_features import cpu_computes_bfloat16
 from model.ops.interface import AttentionMetadata, Candidates, LinearRole, LinearWeight, Ops
 
-MAX_SCORES = (
-    1 << 23
-)  # attention scores held at once (32 MiB of float32): queries of a long prefill are sliced to stay below
-WEIGHT_SLICE_ELEMENTS = (
-    1 << 18
-)  # elements of a bfloat16 weight widened to float32 at once: 1 MiB, which stays in cache
+# attention scores held at once (32 MiB of float32): queries of a long prefill are sliced to stay below
+MAX_SCORES = 1 << 23
+# elements of a bfloat16 weight widened to float32 at once: 1 MiB, which stays in cache
+WEIGHT_SLICE_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +65,8 @@ def plan_attention(metadata: AttentionMetadata) -> AttentionPlan:
     device = metadata.block_table.device
     block_size = metadata.block_size
     prefills: list[PrefillSequence] = []
-    decodes: dict[int, list[tuple[int, int, int, int]]] = defaultdict(
-        list
-    )  # by power of two of keys, so that padding is bounded
+    # by power of two of keys, so that padding is bounded
+    decodes: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
     token = 0
     for i, (num_queries, context) in enumerate(
         zip(metadata.query_lens, metadata.context_lens_tensor.tolist(), strict=True)
@@ -202,9 +199,8 @@ class ReferenceOps(Ops):
         num_kv_heads = k_cache.shape[2]
         output = torch.zeros_like(query)
         for group in plan.decodes:
-            grouped = (
-                query[group.tokens].view(-1, num_kv_heads, num_heads // num_kv_heads, head_dim).float()
-            )  # [s, Hkv, G, D]
+            # [s, Hkv, G, D]
+            grouped = query[group.tokens].view(-1, num_kv_heads, num_heads // num_kv_heads, head_dim).float()
             key = _gather(k_cache, group.slots).permute(0, 2, 3, 1)  # [s, Hkv, D, t]
             value = _gather(v_cache, group.slots).transpose(1, 2)  # [s, Hkv, t, D]
             scores = torch.matmul(grouped * scale, key)
@@ -222,9 +218,8 @@ class ReferenceOps(Ops):
         return output.view(num_tokens, num_heads * head_dim)
 
     def all_finite(self, logits: torch.Tensor) -> torch.Tensor:
-        return torch.isfinite(
-            logits.sum(dim=-1)
-        )  # a NaN or an infinity stays one in the sum, and logits are far from overflow
+        # a NaN or an infinity stays one in the sum, and logits are far from overflow
+        return torch.isfinite(logits.sum(dim=-1))
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         return logits.argmax(dim=-1)
@@ -253,9 +248,8 @@ class ReferenceOps(Ops):
         min_p: torch.Tensor,
         uniform: torch.Tensor,
     ) -> torch.Tensor:
-        weights = (
-            (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature[:, None]).exp_()
-        )  # relative to the likeliest
+        # relative to the likeliest
+        weights = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature[:, None]).exp_()
         cutting = (top_p < 1.0).nonzero()[:, 0]
         if len(cutting):
             likeliest_first, order = weights[cutting].sort(dim=-1, descending=True, stable=True)

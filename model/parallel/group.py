@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(
-    minutes=30
-)  # the engine's own watchdog is far quicker; this one ends a rank that was forgotten
+# the engine's own watchdog is far quicker; this one ends a rank that was forgotten
+TIMEOUT = timedelta(minutes=30)
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 
 

@@ -95,9 +95,8 @@ class DividedHead(Head):
         it."""
         sent = self.sent[: len(x)]
         try:
-            sent[:, : self.widths[self.group.rank]] = super().forward(
-                x
-            )  # what stands beyond is cut off again
+            # what stands beyond is cut off again
+            sent[:, : self.widths[self.group.rank]] = super().forward(x)
         finally:
             self.group.gather(sent, [part[: len(x)] for part in self.received])
 

@@ -61,9 +61,8 @@ class Sampler:
 
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
-        self.may_wait = (
-            ops.device.type == "cpu"
-        )  # for what the device has computed; elsewhere the host is to run ahead of it
+        # for what the device has computed; elsewhere the host is to run ahead of it
+        self.may_wait = ops.device.type == "cpu"
 
     def draw(
         self, logits: torch.Tensor, batch: RunningBatch, rows: IntArray, positions: IntArray
@@ -226,14 +225,12 @@ class Sampler:
         """By top-k, then top-p and min-p of what top-k left."""
         num_candidates = group.num_candidates
         values, token_ids, _ = self.ops.top_candidates(logits, num_candidates, group.temperature)
-        weights = (
-            ((values - values[:, :1]) / group.temperature[:, None]).double().exp()
-        )  # relative to the likeliest
+        # relative to the likeliest
+        weights = ((values - values[:, :1]) / group.temperature[:, None]).double().exp()
         weights.masked_fill_(torch.arange(num_candidates, device=values.device) >= group.top_k[:, None], 0.0)
         mass = weights.cumsum(dim=-1)
-        kept = (
-            mass - weights < group.top_p[:, None] * mass[:, -1:]
-        )  # the token that crosses the threshold is kept
+        # the token that crosses the threshold is kept
+        kept = mass - weights < group.top_p[:, None] * mass[:, -1:]
         kept[:, 0] = True
         kept &= weights >= group.min_p[:, None]
         chosen = inverse_cdf(weights * kept, group.uniform)

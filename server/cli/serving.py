@@ -61,9 +61,8 @@ class Server(uvicorn.Server):
         """A thread may be in native code, while it loads or in a step: the end of the interpreter would abort
         the process."""
         engine = self._state.engine
-        if self._state.is_loading or isinstance(
-            self._state.load_error, RankError
-        ):  # of which the loading thread knows nothing
+        # of which the loading thread knows nothing
+        if self._state.is_loading or isinstance(self._state.load_error, RankError):
             return True
         return engine is not None and not engine.has_stopped
 
@@ -200,9 +199,8 @@ def exit_at_once(code: int) -> NoReturn:
     """End without tearing the interpreter down: native code of the loading thread, or of a step that goes on,
     would abort the process in that. What the process started, a compiler, ends with it."""
     for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(
-            psutil.NoSuchProcess
-        ):  # it ended meanwhile, as ranks do when one of them has
+        # it ended meanwhile, as ranks do when one of them has
+        with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
     logging.shutdown()
     sys.stdout.flush()

@@ -193,9 +193,8 @@ class AsyncEngine:
                     self.on_step(self._core.last_step)
                 if outputs:
                     self._call_in_loop(self._deliver, outputs)
-        except (
-            BaseException
-        ) as error:  # whatever ends this thread ends the engine, and everyone waiting is told
+        # whatever ends this thread ends the engine, and everyone waiting is told
+        except BaseException as error:
             logger.exception("the engine stopped after an error in its step")
             self._call_in_loop(self._die, error)
         finally:

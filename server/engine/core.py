@@ -162,9 +162,8 @@ class EngineCore:
         launch, started = self._async_runner.launch, self._clock()
         try:
             launched = self._timed(lambda: launch(step))
-        except (
-            StepMemoryError
-        ) as error:  # once the tokens are known, the same step is run in parts if it has to be
+        # once the tokens are known, the same step is run in parts if it has to be
+        except StepMemoryError as error:
             logger.debug("no memory for a step ahead of the last one's results: %s", error)
             return None
         self.scheduler.budget.found_memory()

@@ -52,12 +52,10 @@ class GenerationSpec:
     cache_salt: str | None = None  # requests share cached prefixes only under the same salt
     priority: int = 0  # lower is started earlier and preempted later
     grammar: Grammar | None = None  # what the text is constrained to
-    pools: bool = (
-        False  # wants the mean of the final hidden states of its prompt, and no tokens: max_tokens is 0
-    )
-    queue_deadline: float | None = (
-        None  # time of the engine's clock after which the request must not be started any more
-    )
+    # wants the mean of the final hidden states of its prompt, and no tokens: max_tokens is 0
+    pools: bool = False
+    # time of the engine's clock after which the request must not be started any more
+    queue_deadline: float | None = None
 
 
 @dataclass(slots=True)
@@ -86,9 +84,8 @@ class TokenOutput(NamedTuple):
     prompt_logprobs: list[TokenLogprobs] | None = None  # first output only; entry i is for prompt token i + 1
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    mean_hidden: "npt.NDArray[np.float64] | None" = (
-        None  # [h], of all tokens of the prompt, where the request pools
-    )
+    # [h], of all tokens of the prompt, where the request pools
+    mean_hidden: "npt.NDArray[np.float64] | None" = None
 
 
 class RequestStatus(Enum):
@@ -109,15 +106,13 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     row: int = NO_ROW
     max_num_tokens: int = 0  # length at which it ends; the scheduler sets it
-    ending_ids: frozenset[int] = field(
-        init=False
-    )  # what a step may yield that ends it: stop tokens, and NO_TOKEN for a fault
+    # what a step may yield that ends it: stop tokens, and NO_TOKEN for a fault
+    ending_ids: frozenset[int] = field(init=False)
     num_cached_tokens: int = 0  # prompt tokens of the first admission that came from the prefix cache
     status: RequestStatus = RequestStatus.WAITING
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    hidden_sum: "npt.NDArray[np.float64] | None" = (
-        None  # [h], of the tokens computed since the last admission
-    )
+    # [h], of the tokens computed since the last admission
+    hidden_sum: "npt.NDArray[np.float64] | None" = None
     has_output: bool = False  # something was already delivered to the client
     admitted: bool = False  # was running at least once
     grammar: GrammarState | None = field(init=False)  # as far as the output is; preemption keeps both

@@ -44,9 +44,8 @@ class SpeculationStats:
     drafts_total: int = 0
     draft_tokens_total: int = 0
     accepted_tokens_total: int = 0
-    accepted_tokens_by_position: list[int] = field(
-        default_factory=list
-    )  # entry i: of the i-th token of a draft
+    # entry i: of the i-th token of a draft
+    accepted_tokens_by_position: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)

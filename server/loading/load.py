@@ -54,9 +54,8 @@ class LoadedEngine:
     # Has a callback told of a fault outside the engine's steps: the end of a process that holds a part of the
     # model.
     watch: Callable[[Callable[[BaseException], None]], None] = lambda callback: None
-    close: Callable[[], None] | None = (
-        None  # ends such processes, once the engine's thread has ended; None: there are none
-    )
+    # ends such processes, once the engine's thread has ended; None: there are none
+    close: Callable[[], None] | None = None
 
 
 class _Phases:

@@ -40,9 +40,8 @@ def _is_disabled(environ: Mapping[str, str]) -> bool:
 
 
 def _obstacle(environ: Mapping[str, str]) -> str | None:
-    name = next(
-        (name for name in PROTOCOL_VARIABLES if environ.get(name)), None
-    )  # that of traces comes first
+    # that of traces comes first
+    name = next((name for name in PROTOCOL_VARIABLES if environ.get(name)), None)
     if name is not None and environ[name] != PROTOCOL:
         return (
             f"{name}={environ[name]} is not supported; use {PROTOCOL} and the collector's port for "

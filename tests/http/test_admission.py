@@ -107,9 +107,8 @@ def test_places_come_back_however_a_request_ends(crowded: LiveServer) -> None:
     ):
         crowded.post(COMPLETIONS, body)
     crowded.post(CHAT, {"messages": [{"role": "assistant", "content": "a" * 9000}]})
-    with (
-        ExitStack() as stack
-    ):  # they leave while they run and, the last two, before anything of them was computed
+    # they leave while they run and, the last two, before anything of them was computed
+    with ExitStack() as stack:
         hold(crowded, stack, RUNNING + 2)
     crowded.wait_for(lambda: admission.num_requests == admission.num_tokens == 0)
 

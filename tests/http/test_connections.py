@@ -111,9 +111,8 @@ def test_idle_connections_outlive_the_pools_of_clients() -> None:
         for _ in range(2):
             connection.sendall(GET)
             assert answer(connection).startswith(b"HTTP/1.1 200")
-            connection.settimeout(
-                2
-            )  # more than the time that a head may take, which does not count in between
+            # more than the time that a head may take, which does not count in between
+            connection.settimeout(2)
             with pytest.raises(TimeoutError):
                 connection.recv(1)
             connection.settimeout(60)

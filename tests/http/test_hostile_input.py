@@ -199,9 +199,8 @@ def test_memory_does_not_grow_with_what_is_refused(server: LiveServer) -> None:
         gc.collect()
         return psutil.Process().memory_info().rss
 
-    for _ in range(
-        4
-    ):  # what the allocator keeps for the next time; the client's part of it is in the same process
+    # what the allocator keeps for the next time; the client's part of it is in the same process
+    for _ in range(4):
         attack()
     before = memory()
     for _ in range(10):

@@ -150,9 +150,8 @@ def test_labels_of_a_chat_are_its_top_logprobs(tiny: LiveServer) -> None:
     assert len(entries) == 4
     for entry in entries:
         assert [top["token"] for top in entry["top_logprobs"]] == ["7", "2", "4"]
-        assert all(
-            top["logprob"] <= entry["logprob"] for top in entry["top_logprobs"]
-        )  # greedy: nothing is likelier
+        # greedy: nothing is likelier
+        assert all(top["logprob"] <= entry["logprob"] for top in entry["top_logprobs"])
     chunks = chunks_of(tiny, CHAT, body)
     streamed = [
         entry for chunk in chunks for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]

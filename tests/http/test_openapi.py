@@ -179,9 +179,8 @@ def test_the_page_and_all_that_it_loads_come_from_this_server(server: LiveServer
         assert len(asset.content) > 50
     start = server.client.get("/docs/start.js").text
     assert 'url: "openapi.json"' in start
-    assert (
-        "validatorUrl: null" in start
-    )  # else its makers' site is asked about every document that is not local
+    # else its makers' site is asked about every document that is not local
+    assert "validatorUrl: null" in start
     # Fonts and images of the style sheet are in it.
     style = server.client.get("/docs/swagger-ui.css").text
     assert all(target.strip("\"'").startswith("data:") for target in re.findall(r"url\(([^)]*)\)", style))

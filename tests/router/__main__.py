@@ -149,9 +149,8 @@ def check_prefixes(client: httpx.Client, workers: list[Replica]) -> None:
     assert all(len(place) == 1 for place in places), f"a prefix was sent to several replicas: {places}"
     queried = sum(w.metric("prefix_cache_queried_tokens_total") for w in workers) - queried
     hit = sum(w.metric("prefix_cache_hit_tokens_total") for w in workers) - hit
-    assert hit / queried > 0.9, (
-        f"hit {hit:g} of {queried:g} tokens"
-    )  # the question and an unfinished block are new
+    # the question and an unfinished block are new
+    assert hit / queried > 0.9, f"hit {hit:g} of {queried:g} tokens"
     shares = [sum(place == {index} for place in places) for index in range(len(workers))]
     passed(
         f"prefixes stay with their replica ({shares[0]} and {shares[1]}); "

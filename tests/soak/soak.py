@@ -70,9 +70,8 @@ class Soak:
     server: ServerProcess
     seed: int
     summary: Summary = field(init=False)
-    steady: list[tuple[dict[str, Any], dict[str, Any]]] = field(
-        init=False, default_factory=list
-    )  # bodies and their answers
+    # bodies and their answers
+    steady: list[tuple[dict[str, Any], dict[str, Any]]] = field(init=False, default_factory=list)
     _demand: list[int] = field(init=False, default_factory=list)
     _wanted: int = field(init=False, default=0)  # tokens that requests in flight may come to hold
 

@@ -24,9 +24,8 @@ from model.ops.cuda.triton.paged_attention import Device
 from model.ops.interface import AttentionMetadata, Candidates, LinearWeight
 from model.ops.reference import PlainWeight, ReferenceOps
 
-INTERPRETED_DEVICE = Device(
-    num_processors=4, is_hopper=False
-)  # few processors: contexts are split or whole by the batch
+# few processors: contexts are split or whole by the batch
+INTERPRETED_DEVICE = Device(num_processors=4, is_hopper=False)
 
 
 class CudaOps(ReferenceOps):

@@ -123,9 +123,8 @@ def parse_request(model: type[Model], body: dict[str, Any], *, strict_params: bo
     """Check types and ranges. Unknown fields, at any depth, are refused under ``strict_params`` and reported
     as ignored otherwise."""
     body = remove_unsupported(body, model.model_fields)
-    body = {
-        name: value for name, value in body.items() if value is not None
-    }  # null means the default: the same as absent
+    # null means the default: the same as absent
+    body = {name: value for name, value in body.items() if value is not None}
     ignored = body.keys() & FIELDS_WITHOUT_MEANING
     try:
         try:

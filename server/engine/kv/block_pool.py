@@ -24,9 +24,8 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._blank = list(range(num_blocks - 1, 0, -1))  # a stack; low ids first
-        self._cached: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # insertion order is recency; a dict finds its first entry slowly
+        # insertion order is recency; a dict finds its first entry slowly
+        self._cached: OrderedDict[int, None] = OrderedDict()
         self._by_hash: dict[bytes, int] = {}
 
     @property

@@ -26,12 +26,10 @@ class CachedRequest:
 
     hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
     num_cached_blocks: int = 0  # its leading blocks that others can find
-    announced: list[bytes] = field(
-        default_factory=list
-    )  # hashes of blocks that it is going to compute, in order
-    awaited_block: bytes | None = (
-        None  # hash of the last block of its prefix that a running request is going to compute
-    )
+    # hashes of blocks that it is going to compute, in order
+    announced: list[bytes] = field(default_factory=list)
+    # hash of the last block of its prefix that a running request is going to compute
+    awaited_block: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +40,8 @@ class PrefixHit:
     num_tokens: int
     global_blocks: list[int]
     local_blocks: list[int]  # the blocks that cover the window before num_tokens
-    limited_by: (
-        str | None
-    )  # "global" or "local": the pool that ended the hit; None: everything that may hit did
+    # "global" or "local": the pool that ended the hit; None: everything that may hit did
+    limited_by: str | None
     pending: bool = False
 
 

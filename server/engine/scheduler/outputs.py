@@ -67,9 +67,8 @@ def append_result(request: Request, result: ChunkResult, clock: Callable[[], flo
     request.token_ids.extend(result.token_ids)
     if request.grammar is not None:
         for token_id in result.token_ids:
-            if (
-                token_id not in request.sampling.stop_token_ids
-            ):  # these end the request, and the grammar lets them
+            # these end the request, and the grammar lets them
+            if token_id not in request.sampling.stop_token_ids:
                 request.grammar.accept(token_id)
     reason, stop_token_id = _finish_reason(request)
     is_first, request.has_output = not request.has_output, True

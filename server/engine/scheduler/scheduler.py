@@ -54,26 +54,23 @@ class Scheduler:
         self.batch = kv.batch
         assert self.batch.num_rows >= config.max_num_seqs, "every running request has a row"
         self.clock = clock
-        self.waiting: deque[Request] = (
-            deque()
-        )  # by priority; within one, the preempted, then the new in order of arrival
+        # by priority; within one, the preempted, then the new in order of arrival
+        self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
         self.requests: dict[str, Request] = {}  # all that have not ended, by their ids
         self.budget = StepBudget(config.max_num_batched_tokens, kv.block_size)
         self.stats = EngineStats()
         self._request_of: list[Request | None] = [None] * self.batch.num_rows
         self._running_rows: IntArray | None = None  # of ``running``; None: to be read again
-        self._stop_tokens: Counter[frozenset[int]] = (
-            Counter()
-        )  # what ends running requests, and how many of them
+        # what ends running requests, and how many of them
+        self._stop_tokens: Counter[frozenset[int]] = Counter()
         self._in_flight: deque[StepInput] = deque()  # given out, and their results not taken yet
         # The step given out last gives a bare token to all that run: another one can be scheduled before
         # these are known.
         self._can_go_on = False
         self._held: list[Request] = []  # have ended, and a step in flight uses their blocks
-        self._may_admit = (
-            True  # False: nothing that waits can be admitted until one comes first in the queue, or any goes
-        )
+        # False: nothing that waits can be admitted until one comes first in the queue, or any goes
+        self._may_admit = True
         # A share of the pool is left free at admission, so that what runs can grow before anything is
         # preempted.
         self._watermark = kv.global_pool.num_usable // 100
@@ -280,9 +277,8 @@ class Scheduler:
             allocated = self._allocate(request, count)
             assert allocated, "admission counted too few blocks"
             if request.num_output_tokens > 0 and num_left == 1:
-                step.decodes.append(
-                    request
-                )  # it was preempted, and finds all but its last token in the prefix cache
+                # it was preempted, and finds all but its last token in the prefix cache
+                step.decodes.append(request)
             else:
                 step.prefills.append(ScheduledChunk(request, count))
             used += count

@@ -102,9 +102,8 @@ class ChatTemplate:
                     "continue_final_message: the chat template does not show the last message."
                 )
             rendered = rendered.replace(end_mark, "")
-            rendered += (
-                space if rest.startswith(space) else ""
-            )  # a template that trims its messages trims this one too
+            # a template that trims its messages trims this one too
+            rendered += space if rest.startswith(space) else ""
         return rendered, sentinel
 
     def _generate(self, **variables: Any) -> str:

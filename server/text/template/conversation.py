@@ -57,9 +57,8 @@ def merge_messages(
         raise ChatTemplateError("messages must hold at least one message.")
     names = [f"messages[{index}]" for index in range(len(messages))] if names is None else names
     system_texts: list[str] = []
-    turns: list[
-        list[ChatMessage]
-    ] = []  # joined at the end: one by one, long turns would be copied for each of their messages
+    # joined at the end: one by one, long turns would be copied for each of their messages
+    turns: list[list[ChatMessage]] = []
     called: dict[str, str] = {}
     last_role = last_name = ""
     for index in _in_order_of_calls(messages):

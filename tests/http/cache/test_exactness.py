@@ -245,9 +245,8 @@ def test_preempted_requests_get_what_they_get_alone(fresh: LiveServer, tiny_fold
         for i in range(8)
     ]
     alone = [ask(fresh, body) for body in bodies]
-    with tiny_server(
-        tiny_folder, pool_tokens=448
-    ) as tight:  # less than three of the eight at their full length
+    # less than three of the eight at their full length
+    with tiny_server(tiny_folder, pool_tokens=448) as tight:
         together = in_one_step(tight, lambda body: ask(tight, body), bodies)
         assert tight.metric("preemptions_total") > 0
         for got, expected in zip(together, alone, strict=True):

@@ -99,9 +99,8 @@ def test_the_cache_of_a_decode_step_is_exactly_what_its_blocks_need() -> None:
 def test_the_floors_count_what_a_step_must_do() -> None:
     runner = random_runner(TINY, CPU, torch.float32, "none")
     config = TINY
-    matrices = (
-        config.parameter_count(tied=False) - config.vocab_size * config.hidden_size
-    )  # the embedding is only looked up
+    # the embedding is only looked up
+    matrices = config.parameter_count(tied=False) - config.vocab_size * config.hidden_size
     norms = config.num_hidden_layers * (4 * config.hidden_size + 2 * config.head_dim) + config.hidden_size
     per_token = runner.spec.bytes_per_token_per_layer
     read = sum(part[0] for part in decode_work(runner, 3, 200).values())

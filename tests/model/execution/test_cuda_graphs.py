@@ -59,9 +59,8 @@ def test_what_is_not_a_batch_of_decodes_runs_eagerly_and_in_between() -> None:
     runs.step()
     assert device.replayed == [4]
     late = TestSequence(random_prompt(40)), TestSequence(random_prompt(40))
-    for side, harness in enumerate(
-        (runs.graphed, runs.eager)
-    ):  # a mixed step, in which the decodes fill up blocks
+    # a mixed step, in which the decodes fill up blocks
+    for side, harness in enumerate((runs.graphed, runs.eager)):
         harness.run([*[(pair[side], 1) for pair in runs.pairs], (late[side], 39)])
     assert device.replayed == [4]
     for pair in runs.pairs:

@@ -47,9 +47,8 @@ def test_load_run_and_generate() -> None:
     checkpoint = open_checkpoint(str(TINY_FOLDER / "gqa_sliding_window_pattern"), progress=False)
     runner = ModelRunner.load(checkpoint, dtype="float32", device="cpu", block_size=4, progress=False)
     assert runner.dtype == "float32"
-    assert (
-        runner.weight_bytes >= checkpoint.config.parameter_count(tied=True) * 4
-    )  # a backend may keep a tied head twice
+    # a backend may keep a tied head twice
+    assert runner.weight_bytes >= checkpoint.config.parameter_count(tied=True) * 4
     assert runner.spec.bytes_per_token_per_layer == 2 * 2 * 16 * 4
     assert runner.free_memory() > 0
     runner.allocate_cache(KVCachePlan(20, 20, 0, 0, 76))

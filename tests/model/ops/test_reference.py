@@ -85,9 +85,8 @@ def dense_attention(
 def test_paged_attention_equals_dense_attention(
     num_heads: int, kv_heads: int, max_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        reference_module, "MAX_SCORES", max_scores
-    )  # the small one slices the queries of long prefills
+    # the small one slices the queries of long prefills
+    monkeypatch.setattr(reference_module, "MAX_SCORES", max_scores)
     window, block_size, head_dim = 8, 4, 6
     lengths = [(1, 1), (3, 3), (8, 1), (9, 1), (30, 1), (31, 1), (17, 5), (8, 8), (40, 40), (33, 2), (24, 9)]
     global_metadata, local_metadata, keys, values, k_cache, v_cache = attention_case(
@@ -145,9 +144,8 @@ def test_qk_norm_rope_and_cache_write(dtype: torch.dtype) -> None:
         turned = as_complex * torch.polar(torch.ones(1, dtype=torch.float64), angles.double())[:, None]
         return torch.cat((turned.real, turned.imag), -1)
 
-    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.02}[
-        dtype
-    ]  # bfloat16: one rounding, 2^-8 of values up to 4
+    # bfloat16: one rounding, 2^-8 of values up to 4
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.02}[dtype]
     torch.testing.assert_close(query.double(), rotated(heads[:, :num_heads], q_scale), rtol=0, atol=tolerance)
     expected_keys = rotated(heads[:, num_heads : num_heads + kv_heads], k_scale)
     torch.testing.assert_close(
@@ -200,9 +198,8 @@ def test_bfloat16_linear_is_the_rounded_float32_product(rows: int, monkeypatch: 
     packed = BFLOAT16_OPS.pack_linear(weight, "head")
     logits = BFLOAT16_OPS.logits(x, packed)
     assert logits.dtype == torch.float32
-    torch.testing.assert_close(
-        logits.double(), exact, rtol=1e-5, atol=1e-5
-    )  # float32 sums of 24 exact products
+    # float32 sums of 24 exact products
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
     product = BFLOAT16_OPS.linear(x, packed)
     assert product.dtype == torch.bfloat16
     torch.testing.assert_close(product.double(), exact, rtol=2**-8, atol=1e-5)  # rounded once

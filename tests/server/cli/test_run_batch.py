@@ -141,9 +141,8 @@ def test_a_killed_run_goes_on_without_repeating_lines(tmp_path: Path) -> None:
         whole = before[: before.rindex(b"\n") + 1]
         assert 3 <= whole.count(b"\n") < num_requests
         with target.open("ab") as file:
-            file.write(
-                b'{"id":"batch_req_x","custom_id":"request-'
-            )  # as if it had died in the middle of a line
+            # as if it had died in the middle of a line
+            file.write(b'{"id":"batch_req_x","custom_id":"request-')
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         assert f"{whole.count(bytes([10]))} were answered before" in done.stderr

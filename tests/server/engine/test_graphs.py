@@ -97,9 +97,8 @@ def test_requests_get_the_same_tokens_through_graphs(pool_tokens: int) -> None:
     expected = answers(runner, pool_tokens, None)
     device = RerunDevice()
     actual = answers(runner, pool_tokens, device)
-    aborted = list(
-        zip(actual.pop(ABORTED), expected.pop(ABORTED), strict=False)
-    )  # at another token, if steps took other times
+    # at another token, if steps took other times
+    aborted = list(zip(actual.pop(ABORTED), expected.pop(ABORTED), strict=False))
     assert all(got == wanted for got, wanted in aborted)
     assert actual == expected
     assert len(device.replayed) > 50

@@ -117,9 +117,8 @@ def test_statistics_are_logged_while_there_is_work_and_not_otherwise(
             await asyncio.sleep(0)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                "server.observability.stats_log.sleep", sleep
-            )  # its own name: servers of other tests run in this process
+            # its own name: servers of other tests run in this process
+            patch.setattr("server.observability.stats_log.sleep", sleep)
             with pytest.raises(asyncio.CancelledError):
                 await log_stats(owner, metrics, 10)
         return len(caplog.records) - before

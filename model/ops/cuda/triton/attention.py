@@ -60,9 +60,8 @@ def _attend(
             seen = seen & (distance < WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-        base = tl.where(
-            new_largest == float("-inf"), 0.0, new_largest
-        )  # a row that has seen nothing yet stays at zero
+        # a row that has seen nothing yet stays at zero
+        base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         weights = tl.exp2((scores - base[:, None]) * LOG2_E)
         shrink = tl.exp2((largest - base) * LOG2_E)
         total = total * shrink + tl.sum(weights, axis=1)

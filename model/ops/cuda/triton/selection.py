@@ -14,9 +14,8 @@ import triton.language as tl
 
 BINS: tl.constexpr = tl.constexpr(16)  # four bits
 LAST_PASS: tl.constexpr = tl.constexpr(7)
-STATE: tl.constexpr = tl.constexpr(
-    4
-)  # of the search, per pass and row: leading bits, mass above them, target, unused
+# of the search, per pass and row: leading bits, mass above them, target, unused
+STATE: tl.constexpr = tl.constexpr(4)
 
 
 @triton.jit
@@ -115,9 +114,8 @@ def search_state(
             whole = wanted.to(tl.int64)
             whole += (whole.to(tl.float64) < wanted).to(tl.int64)
             target = tl.maximum(tl.minimum(whole, total), 1)  # the likeliest token is always kept
-    reached = above + tl.sum(
-        tl.where(digits[None, :] >= digits[:, None], each[None, :], 0), axis=1
-    )  # with digit d and above
+    # with digit d and above
+    reached = above + tl.sum(tl.where(digits[None, :] >= digits[:, None], each[None, :], 0), axis=1)
     digit = tl.max(tl.where(reached >= target, digits, 0), axis=0)
     above += tl.sum(tl.where(digits > digit, each, 0), axis=0)
     return bits * BINS + digit, above, target

@@ -106,9 +106,8 @@ def test_edges_of_blocks_windows_and_splits(context: int, queries: int, window: 
 
 
 @pytest.mark.parametrize(("dtype", "cache_dtype"), CACHED)
-@pytest.mark.parametrize(
-    "window", [None, 100, 1100]
-)  # 1100: items begin within a span of 1024 keys and go on in the next
+# 1100: items begin within a span of 1024 keys and go on in the next
+@pytest.mark.parametrize("window", [None, 100, 1100])
 def test_a_row_is_the_same_bits_alone_in_chunks_and_in_a_batch(
     window: int | None, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> None:

@@ -21,9 +21,8 @@ def test_int4_rounds_no_group_worse_than_evenly_between_its_ends() -> None:
     packed = ops.pack_linear(weight, "down")
     assert isinstance(packed, PackedWeight)
     padded = -(-45 // panel_features(ops)) * panel_features(ops)
-    assert (
-        packed.nbytes == 64 + padded * 128 // 2 + padded * 4 * 2 * 2
-    )  # half a byte a weight and two float16 a group
+    # half a byte a weight and two float16 a group
+    assert packed.nbytes == 64 + padded * 128 // 2 + padded * 4 * 2 * 2
     groups = weight.view(45, 4, GROUP)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     low, step = low.half().float(), ((high - low) / 15).half().float()
@@ -51,9 +50,8 @@ def test_int4_keeps_what_lies_on_16_steps(dtype: torch.dtype) -> None:
     assert isinstance(packed, PackedWeight)
     off = (stored_weight(packed) - weight.float()).abs().view(42, 3, GROUP)
     largest = weight.float().abs().view(42, 3, GROUP).amax(-1, keepdim=True)
-    assert (
-        off <= largest * (2.0**-10 if dtype == torch.float32 else 2.0**-7)
-    ).all()  # float16 ends and steps; bfloat16 weights
+    # float16 ends and steps; bfloat16 weights
+    assert (off <= largest * (2.0**-10 if dtype == torch.float32 else 2.0**-7)).all()
 
 
 @pytest.mark.parametrize(
@@ -104,9 +102,8 @@ def test_the_largest_sums_are_exact(lowest: int, highest: int, offset: float) ->
     ops = cpu_ops(torch.float32, "int8")
     for end in (lowest, highest):
         weight = torch.full((40, 64), float(end))
-        for place, step in enumerate(
-            (lowest, highest, lowest + 1, lowest + 2, (lowest + highest) // 2)
-        ):  # the only grid
+        # the only grid
+        for place, step in enumerate((lowest, highest, lowest + 1, lowest + 2, (lowest + highest) // 2)):
             weight[:, place::GROUP] = step
         weight = weight / 16 + offset
         packed = ops.pack_linear(weight, "down")

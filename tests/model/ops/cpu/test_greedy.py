@@ -193,9 +193,8 @@ def test_a_clear_winner_costs_a_few_panels_wherever_it_stands(dtype: torch.dtype
         token_ids, num_panels = greedy(ops, x, pack(ops, peaked))
         assert token_ids.tolist() == [winner]
         assert num_panels <= 3
-        token_ids, _ = greedy(
-            ops, -x, pack(ops, peaked[winner:])
-        )  # the worst of all, beside features that are not there
+        # the worst of all, beside features that are not there
+        token_ids, _ = greedy(ops, -x, pack(ops, peaked[winner:]))
         assert token_ids[0] != 0 or winner == num_tokens - 1
 
 

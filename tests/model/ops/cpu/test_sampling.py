@@ -41,9 +41,8 @@ def test_argmax_takes_the_lowest_id_among_equals(size: int) -> None:
 def test_masks_leave_exactly_their_tokens_of_their_rows(size: int, share: float) -> None:
     generator = torch.Generator().manual_seed(size)
     rows = torch.tensor([3, 0])
-    allowed = (
-        torch.rand(2, -(-size // 8) * 8, generator=generator) < share
-    )  # bits beyond the last token mean nothing
+    # bits beyond the last token mean nothing
+    allowed = torch.rand(2, -(-size // 8) * 8, generator=generator) < share
     masks = (allowed.view(2, -1, 8) * (1 << torch.arange(8))).sum(-1).to(torch.uint8)
     logits = logits_of(5, size)
     expected = logits.clone()

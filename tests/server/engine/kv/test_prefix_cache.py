@@ -71,9 +71,8 @@ def test_the_next_turn_of_a_chat_hits_up_to_the_last_full_block_of_the_turn_befo
 
 
 def test_a_hit_needs_the_window_in_the_local_pool_too() -> None:
-    engine = Harness(
-        num_global_blocks=300, max_num_seqs=1, max_num_batched_tokens=8
-    )  # a local pool of 6 blocks
+    # a local pool of 6 blocks
+    engine = Harness(num_global_blocks=300, max_num_seqs=1, max_num_batched_tokens=8)
     first = engine.add(prompt(40), max_tokens=1)
     engine.run()
     for i in range(3):
