@@ -144,7 +144,7 @@ class FakeRunner:
         tokens = [*chunk.prompt_token_ids, *chunk.output_token_ids]
         prompt, num_output = list(chunk.prompt_token_ids), len(chunk.output_token_ids)
         result = ChunkResult()
-        if chunk.pools:
+        if chunk.pooling:
             result.hidden_sum = sum((hidden_state(token) for token in chunk.token_ids), np.zeros(HIDDEN_SIZE))
         if chunk.sampling.prompt_logprobs is not None:
             for i, target in enumerate(chunk.prompt_targets):

@@ -23,7 +23,7 @@ class StepSequence:
     local_block_table: list[int]
     prompt_targets: list[int] = field(default_factory=list)
     grammar: GrammarState | None = None
-    pools: bool = False
+    pooling: bool = False
 
 
 def sequences_of(step: StepInput) -> list[StepSequence]:
@@ -35,11 +35,11 @@ def sequences_of(step: StepInput) -> list[StepSequence]:
         for row, token_ids, start in zip(step.decodes.tolist(), known, step.starts.tolist(), strict=True)
     ]
     parts += [
-        (chunk.row, list(chunk.token_ids), chunk.start, chunk.samples, chunk.prompt_targets, chunk.pools)
+        (chunk.row, list(chunk.token_ids), chunk.start, chunk.samples, chunk.prompt_targets, chunk.pooling)
         for chunk in step.prefills
     ]
     sequences = []
-    for row, token_ids, start, samples, targets, pools in parts:
+    for row, token_ids, start, samples, targets, pooling in parts:
         count = int(batch.num_prompt_tokens[row])
         length = int(batch.num_blocks[row])
         sequences.append(
@@ -55,7 +55,7 @@ def sequences_of(step: StepInput) -> list[StepSequence]:
                 local_block_table=batch.blocks[LOCAL, row, :length].tolist(),
                 prompt_targets=list(targets),
                 grammar=batch.grammars[row],
-                pools=pools,
+                pooling=pooling,
             )
         )
     return sequences

@@ -13,7 +13,7 @@ from model.interface.running_batch import RunningBatch
 from model.interface.sampling_params import SamplingParams
 from server.engine.core import EngineCore
 from server.engine.kv.kv_manager import KVCacheManager
-from server.engine.request import GenerationSpec
+from server.engine.request import EngineRequest
 from server.engine.scheduler.scheduler import SchedulerConfig
 from server.loading.load import cache_budget, captures_graphs
 from server.loading.memory_plan import effective_max_model_len
@@ -156,6 +156,6 @@ class Meter:
         )
 
 
-def _spec(name: str, prompt_tokens: int, output_tokens: int) -> GenerationSpec:
+def _spec(name: str, prompt_tokens: int, output_tokens: int) -> EngineRequest:
     tokens = [2, *(20 + (7 * index) % 200 for index in range(prompt_tokens - 1))]
-    return GenerationSpec(name, tokens, SamplingParams(max_tokens=output_tokens, temperature=0.0))
+    return EngineRequest(name, tokens, SamplingParams(max_tokens=output_tokens, temperature=0.0))

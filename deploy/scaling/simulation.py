@@ -17,11 +17,11 @@ from model.interface.sampling_params import SamplingParams
 from model.interface.sequence_chunk import ChunkResult, StepInput, StepResult
 from server.engine.core import EngineCore
 from server.engine.kv.kv_manager import KVCacheManager
-from server.engine.request import GenerationSpec, TokenOutput
+from server.engine.request import EngineRequest, TokenOutput
 from server.engine.scheduler.scheduler import SchedulerConfig
 
 TOKEN = 7  # what every simulated step samples
-WARM_UP = GenerationSpec("warm-up", (TOKEN,) * 64, SamplingParams(max_tokens=4, temperature=0.0))
+WARM_UP = EngineRequest("warm-up", (TOKEN,) * 64, SamplingParams(max_tokens=4, temperature=0.0))
 VIRTUAL_NODES = 64
 
 
@@ -194,7 +194,7 @@ class Simulation:
                 replica.is_stepping = False
             else:
                 sampling = SamplingParams(max_tokens=sent.output_tokens, temperature=0.0)
-                replica.core.add(GenerationSpec(str(sent.number), sent.prompt_token_ids, sampling), now)
+                replica.core.add(EngineRequest(str(sent.number), sent.prompt_token_ids, sampling), now)
             if not replica.is_stepping and replica.core.has_work:
                 self._step(now, index, replica)
         return Outcome(

@@ -332,7 +332,7 @@ class ModelRunner:
     ) -> None:
         """Sums in float64: a mean over all of a prompt must not depend on the chunks it came in."""
         for index, chunk in enumerate(step.prefills, len(step.decodes)):
-            if not chunk.pools:
+            if not chunk.pooling:
                 continue
             total = hidden[layout.first_tokens[index] : layout.first_tokens[index + 1]].sum(
                 0, dtype=torch.float64

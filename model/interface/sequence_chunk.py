@@ -38,7 +38,7 @@ class SequenceChunk:
     # Prompt log-probabilities: the token that follows position start + i, for i < len(prompt_targets) <=
     # len(token_ids).
     prompt_targets: Sequence[int] = ()
-    pools: bool = False  # the sum of the final hidden states of these tokens is wanted
+    pooling: bool = False  # the sum of the final hidden states of these tokens is wanted
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class StepInput:
         [len(self)]."""
         plain = self.batch.is_plain[self.rows]
         for index, chunk in enumerate(self.prefills, len(self.decodes)):
-            plain[index] &= chunk.samples and not chunk.pools and not chunk.prompt_targets
+            plain[index] &= chunk.samples and not chunk.pooling and not chunk.prompt_targets
         return plain
 
     def part(self, first: int, end: int) -> "StepInput":

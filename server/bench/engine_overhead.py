@@ -2,7 +2,7 @@
 that takes no time.
 
 Every sequence decodes; the contexts are spread evenly up to the longest, so that in every step some of them
-begin a block, publish one and recycle one. Delivery is what the event loop's thread does afterwards, beside
+begin a block, cache a full one and free a skipped one. Delivery is what the event loop's thread does afterwards, beside
 the next step: it makes the outputs and wakes a reader for each sequence.
 """
 
@@ -22,7 +22,7 @@ from model.interface.sequence_chunk import Runner
 from server.engine.async_engine import AsyncEngine, EngineLimits
 from server.engine.core import EngineCore
 from server.engine.kv.kv_manager import KVCacheManager
-from server.engine.request import GenerationSpec
+from server.engine.request import EngineRequest
 from server.engine.scheduler.outputs import StepOutputs
 from server.engine.scheduler.scheduler import SchedulerConfig
 
@@ -31,7 +31,7 @@ PARTS = {
     "chunks": "what the runner is told of each",
     "batch": "tokens, positions and block tables as tensors",
     "sample": "settings of the draws, their results",
-    "update": "publish, recycle, append, finish",
+    "update": "cache full blocks, free skipped ones, append, finish",
     "books": "statistics",
 }
 BLOCK_SIZE = 16
@@ -108,7 +108,7 @@ def decoding_core(
             stop_token_ids=frozenset({1, 106}),
         )
         core.add(
-            GenerationSpec(
+            EngineRequest(
                 f"{index}", [2, *(rng.randrange(2000, 200_000) for _ in range(length - 1))], sampling
             )
         )
@@ -168,7 +168,7 @@ async def _deliveries(core: EngineCore, outputs: StepOutputs, count: int) -> lis
     taken = 0
     done = asyncio.Event()
 
-    async def read(spec: GenerationSpec) -> None:
+    async def read(spec: EngineRequest) -> None:
         nonlocal taken
         async for _ in engine.generate(spec):
             taken += 1

@@ -22,7 +22,7 @@ from server.engine.request import (
     EngineDrainingError,
     EngineError,
     EngineHungError,
-    GenerationSpec,
+    EngineRequest,
     TokenOutput,
 )
 from server.engine.scheduler.outputs import StepOutputs
@@ -49,7 +49,7 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Add:
-    spec: GenerationSpec
+    spec: EngineRequest
     arrival: float
 
 
@@ -120,7 +120,7 @@ class AsyncEngine:
         self._thread.start()
         self._watchdog = asyncio.create_task(self._watch_steps())
 
-    async def generate(self, spec: GenerationSpec) -> AsyncGenerator[TokenOutput, None]:
+    async def generate(self, spec: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
         """Stream a request's outputs until its finish reason. Closing the generator aborts the request.
 
         Raises RequestFailedError when this request alone failed, EngineDeadError and EngineDrainingError as

@@ -16,7 +16,7 @@ from typing import TypeVar
 from model.interface.sequence_chunk import AsyncRunner, LaunchedStep, Runner, StepInput, StepMemoryError
 from server.engine.kv.kv_manager import KVCacheManager
 from server.engine.memory import KnownResults, OnFault, run_in_parts, run_within_memory
-from server.engine.request import GenerationSpec, Request, RequestExpiredError, RequestTimings
+from server.engine.request import EngineRequest, Request, RequestExpiredError, RequestTimings
 from server.engine.scheduler.outputs import StepOutputs
 from server.engine.scheduler.scheduler import EXPIRED, Scheduler, SchedulerConfig
 from server.engine.stats import EngineStats, StepKind, StepStats
@@ -74,7 +74,7 @@ class EngineCore:
     def has_work(self) -> bool:
         return bool(self._launched) or self.scheduler.has_work
 
-    def add(self, spec: GenerationSpec, arrival: float | None = None) -> None:
+    def add(self, spec: EngineRequest, arrival: float | None = None) -> None:
         """Queue a request. ``arrival`` is a time of this core's clock."""
         self.scheduler.add(Request(spec, RequestTimings(self._clock() if arrival is None else arrival)))
 

@@ -43,7 +43,7 @@ class EngineHungError(EngineError):
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationSpec:
+class EngineRequest:
     """One choice of one prompt, ready to run. ``request_id`` is unique among live requests."""
 
     request_id: str
@@ -53,7 +53,7 @@ class GenerationSpec:
     priority: int = 0  # lower is started earlier and preempted later
     grammar: Grammar | None = None  # what the text is constrained to
     # wants the mean of the final hidden states of its prompt, and no tokens: max_tokens is 0
-    pools: bool = False
+    pooling: bool = False
     # time of the engine's clock after which the request must not be started any more
     queue_deadline: float | None = None
 
@@ -100,14 +100,14 @@ class Request:
     """What the engine knows of one request beside its row of the running batch, which it has while it
     runs."""
 
-    spec: GenerationSpec
+    spec: EngineRequest
     timings: RequestTimings
     token_ids: list[int] = field(init=False)  # prompt, then output
     num_prompt_tokens: int = field(init=False)
     row: int = NO_ROW
     max_num_tokens: int = 0  # length at which it ends; the scheduler sets it
     # what a step may yield that ends it: stop tokens, and NO_TOKEN for a fault
-    ending_ids: frozenset[int] = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
     num_cached_tokens: int = 0  # prompt tokens of the first admission that came from the prefix cache
     status: RequestStatus = RequestStatus.WAITING
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -120,7 +120,7 @@ class Request:
     def __post_init__(self) -> None:
         self.token_ids = list(self.spec.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.ending_ids = self.sampling.stop_token_ids | {NO_TOKEN}
+        self.stop_token_ids = self.sampling.stop_token_ids | {NO_TOKEN}
         grammar = self.spec.grammar
         self.grammar = None if grammar is None else grammar.new_state(self.sampling.stop_token_ids)
 
@@ -144,7 +144,7 @@ class Request:
     def max_hit_tokens(self) -> int:
         """A prefix hit leaves at least one token to compute, and every position of which more than keys and
         values is wanted."""
-        if self.spec.pools:
+        if self.spec.pooling:
             return 0
         limit = len(self.token_ids) - 1
         if self.sampling.prompt_logprobs is not None:

@@ -93,7 +93,7 @@ async def prepare_embeddings(
         raise context_length_exceeded(max_model_len, longest, 0, "input")
     nothing = SamplingParams(max_tokens=0, temperature=0.0)
     prompts = tuple(PromptPlan(token_ids, nothing, "") for token_ids in encoded)
-    return GenerationPlan(response_id, prompts, n=1, stop=(), priority=priority, pools=True)
+    return GenerationPlan(response_id, prompts, n=1, stop=(), priority=priority, pooling=True)
 
 
 def _least_num_tokens(loaded: LoadedEngine, inputs: Any, limit: int | None) -> int:

@@ -30,7 +30,7 @@ class GenerationPlan:
     calls: CallFormat | None = None  # of functions, where the text may have any
     priority: int = 0  # lower is earlier
     shows_timings: bool = False
-    pools: bool = False  # what is wanted of each prompt is the mean of its hidden states
+    pooling: bool = False  # what is wanted of each prompt is the mean of its hidden states
 
     @property
     def shows_labels(self) -> bool:

@@ -23,8 +23,8 @@ from server.engine.async_engine import AsyncEngine
 from server.engine.request import (
     EngineDrainingError,
     EngineError,
+    EngineRequest,
     FinishReason,
-    GenerationSpec,
     RequestExpiredError,
     RequestFailedError,
     TokenOutput,
@@ -281,13 +281,13 @@ class GenerationRun:
 
     async def _generate(self, prompt_index: int, choice: int, index: int, num_copies: int) -> None:
         plan, prompt = self.plan, self.plan.prompts[prompt_index]
-        spec = GenerationSpec(
+        spec = EngineRequest(
             request_id=f"{plan.response_id}-{index}",
             prompt_token_ids=prompt.token_ids,
             sampling=replace(prompt.sampling, choice=choice),
             cache_salt=plan.cache_salt,
             grammar=plan.grammar,
-            pools=plan.pools,
+            pooling=plan.pooling,
             priority=plan.priority,
             queue_deadline=self._queue_deadline,
         )

@@ -94,7 +94,7 @@ def _finish_reason(request: Request) -> tuple[FinishReason | None, int | None]:
         return "stop", last
     if request.grammar is not None and request.grammar.is_complete and request.sampling.max_tokens > 0:
         return "stop", None
-    if request.spec.pools:
+    if request.spec.pooling:
         return "stop", None
     if request.num_tokens >= request.max_num_tokens:
         return "length", None

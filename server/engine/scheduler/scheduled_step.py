@@ -27,7 +27,7 @@ class ScheduledChunk:
             prompt_targets=request.token_ids[start + 1 : min(stop + 1, request.num_prompt_tokens)]
             if wants_prompt
             else (),
-            pools=request.spec.pools,
+            pooling=request.spec.pooling,
         )
 
 

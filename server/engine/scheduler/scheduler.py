@@ -307,7 +307,7 @@ class Scheduler:
         self._request_of[request.row] = request
         self.running.append(request)
         self._running_rows = None
-        self._stop_tokens[request.ending_ids] += 1
+        self._stop_tokens[request.stop_token_ids] += 1
         self.kv.admit(request, hit)
         request.status = RequestStatus.RUNNING
         if not request.admitted:
@@ -336,7 +336,7 @@ class Scheduler:
     # -- update ----------------------------------------------------------------------------------------------
 
     def update(self, result: StepResult) -> StepOutputs:
-        """Take the results of the oldest step in flight: advance, publish and recycle, append sampled tokens,
+        """Take the results of the oldest step in flight: advance, cache full blocks and free skipped ones, append sampled tokens,
         finish what is done."""
         step = self._in_flight.popleft()
         for request in self._held:
@@ -370,7 +370,7 @@ class Scheduler:
         if np.count_nonzero(is_longest):
             special.update(np.flatnonzero(is_longest).tolist())
         if not all(ids.isdisjoint(token_ids) for ids in self._stop_tokens):
-            special.update(i for i, r in enumerate(requests) if token_ids[i] in r.ending_ids)
+            special.update(i for i, r in enumerate(requests) if token_ids[i] in r.stop_token_ids)
         if not special:
             self._advance(requests, token_ids, rows, starts)
             return outputs
@@ -459,9 +459,9 @@ class Scheduler:
         """Take a request off the running ones."""
         self.running.remove(request)
         self._running_rows = None
-        self._stop_tokens[request.ending_ids] -= 1
-        if not self._stop_tokens[request.ending_ids]:
-            del self._stop_tokens[request.ending_ids]
+        self._stop_tokens[request.stop_token_ids] -= 1
+        if not self._stop_tokens[request.stop_token_ids]:
+            del self._stop_tokens[request.stop_token_ids]
         self._may_admit = True
 
     def _free(self, request: Request) -> None:
@@ -506,7 +506,7 @@ class Scheduler:
         assert self._in_flight or not self._held, "blocks are held for a step that does not run"
         assert not {id(r) for r in self.waiting} & {id(r) for r in self.running}
         assert [r.row for r in self.running] == self._rows.tolist()
-        assert +self._stop_tokens == Counter(r.ending_ids for r in self.running)
+        assert +self._stop_tokens == Counter(r.stop_token_ids for r in self.running)
         for request in self.running:
             row = request.row
             assert self._request_of[row] is request

@@ -225,7 +225,7 @@ def test_pooled_states_are_those_of_the_whole_prompt(model: Gemma3, chunk_size: 
     while pooled.num_computed < 100:
         count = min(chunk_size, 100 - pooled.num_computed)
         chunks = [harness.chunk(pooled, count)]
-        chunks[0].pools = True
+        chunks[0].pooling = True
         if num_steps == 0:
             chunks.append(harness.chunk(neighbour, 30))
         results = harness.run_chunks(chunks)
@@ -243,7 +243,7 @@ def test_pooled_states_that_are_not_finite_fail_alone(model: Gemma3) -> None:
     harness.cache.layers[0].values[sequences[1].local_table[0], 3] = math.inf
     chunks = [harness.chunk(sequence, 1) for sequence in sequences]
     for chunk in chunks:
-        chunk.pools, chunk.samples = True, False
+        chunk.pooling, chunk.samples = True, False
     sound, failed = harness.run_chunks(chunks)
     assert sound.error is None
     assert sound.hidden_sum is not None

@@ -63,7 +63,7 @@ def test_plain_is_who_wants_a_token_and_nothing_else() -> None:
     chunks = [
         SequenceChunk(0, [1], 0, samples=True),
         SequenceChunk(0, [1], 0, samples=False),
-        SequenceChunk(0, [1], 0, samples=True, pools=True),
+        SequenceChunk(0, [1], 0, samples=True, pooling=True),
         SequenceChunk(0, [1], 0, samples=True, prompt_targets=[2]),
         SequenceChunk(1, [1], 0, samples=True),
     ]

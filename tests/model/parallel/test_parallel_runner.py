@@ -218,7 +218,7 @@ def test_pooled_states_are_those_of_one_rank(loaded: ParallelRunner, alone: Mode
     for runner in (alone, loaded):
         harness = RecordingHarness(runner)
         chunk, _ = prefill(runner, harness, 20)
-        chunk.pools, chunk.samples = True, False
+        chunk.pooling, chunk.samples = True, False
         (result,) = harness.run_chunks([chunk])
         sums.append(torch.from_numpy(result.hidden_sum))
     assert_close(sums[1], sums[0], 1e-3)  # of 20 float32 rows

@@ -28,7 +28,7 @@ from model.interface.sequence_chunk import (
 )
 from server.engine.core import EngineCore
 from server.engine.kv.kv_manager import KVCacheManager
-from server.engine.request import NO_ROW, GenerationSpec, Request, RequestFailedError, TokenOutput
+from server.engine.request import NO_ROW, EngineRequest, Request, RequestFailedError, TokenOutput
 from server.engine.scheduler.scheduler import SchedulerConfig
 from tests.steps import StepSequence, sequences_of
 
@@ -162,7 +162,7 @@ class CheckingRunner:
                     "local content differs"
                 )
         result = ChunkResult()
-        if chunk.pools:
+        if chunk.pooling:
             result.hidden_sum = sum_of_states(prefix[chunk.start :], chunk.start)
         if chunk.samples and self.is_odd(prefix):
             return ChunkResult(error=NOT_FINITE)
@@ -331,7 +331,7 @@ class Harness:
         salt: str | None = None,
         request_id: str | None = None,
         grammar: Grammar | None = None,
-        pools: bool = False,
+        pooling: bool = False,
         priority: int = 0,
         **sampling: object,
     ) -> str:
@@ -340,13 +340,13 @@ class Harness:
         params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
         self.outputs[request_id] = []
         self.core.add(
-            GenerationSpec(
+            EngineRequest(
                 request_id,
                 list(prompt),
                 params,
                 cache_salt=salt,
                 grammar=grammar,
-                pools=pools,
+                pooling=pooling,
                 priority=priority,
             )
         )

@@ -11,7 +11,7 @@ from server.engine.core import EngineCore
 from server.engine.request import (
     EngineDeadError,
     EngineDrainingError,
-    GenerationSpec,
+    EngineRequest,
     RequestFailedError,
     TokenOutput,
 )
@@ -38,14 +38,14 @@ def make_engine(runner: CheckingRunner | None = None) -> AsyncEngine:
     )
 
 
-def spec(request_id: str, length: int = 10, max_tokens: int = 8, first: int | None = None) -> GenerationSpec:
+def spec(request_id: str, length: int = 10, max_tokens: int = 8, first: int | None = None) -> EngineRequest:
     tokens = prompt(length, len(request_id))
-    return GenerationSpec(
+    return EngineRequest(
         request_id, tokens if first is None else [first, *tokens], SamplingParams(max_tokens=max_tokens)
     )
 
 
-async def collect(engine: AsyncEngine, request: GenerationSpec) -> list[int]:
+async def collect(engine: AsyncEngine, request: EngineRequest) -> list[int]:
     return [token async for output in engine.generate(request) for token in output.token_ids]
 
 

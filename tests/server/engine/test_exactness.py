@@ -15,7 +15,7 @@ from model.interface.running_batch import RunningBatch
 from model.interface.sampling_params import SamplingParams
 from server.engine.core import EngineCore
 from server.engine.kv.kv_manager import KVCacheManager
-from server.engine.request import GenerationSpec, TokenOutput
+from server.engine.request import EngineRequest, TokenOutput
 from server.engine.scheduler.scheduler import SchedulerConfig
 from tests.tiny import WINDOW, tiny_config, tiny_runner
 
@@ -80,7 +80,7 @@ class Engine:
         for tokens, sampling in requests:
             names.append(f"r{self._count}")
             self._count += 1
-            self.core.add(GenerationSpec(names[-1], tokens, sampling))
+            self.core.add(EngineRequest(names[-1], tokens, sampling))
         outputs: dict[str, list[TokenOutput]] = {name: [] for name in names}
         while self.core.has_work:
             for request, event in self.core.step():
@@ -198,7 +198,7 @@ def test_a_continuation_equals_a_fresh_prefill_far_beyond_the_window() -> None:
 
 def test_one_request_grows_without_more_local_blocks() -> None:
     engine = Engine(pool_tokens=2048)
-    engine.core.add(GenerationSpec("long", prompt(100), greedy(500)))
+    engine.core.add(EngineRequest("long", prompt(100), greedy(500)))
     held = set()
     while engine.core.has_work:
         engine.core.step()

@@ -17,7 +17,7 @@ from model.network.pending_step import PendingStep
 from model.ops.select import select_ops
 from server.engine.core import EngineCore
 from server.engine.kv.kv_manager import KVCacheManager
-from server.engine.request import GenerationSpec, TokenOutput
+from server.engine.request import EngineRequest, TokenOutput
 from server.engine.scheduler.scheduler import SchedulerConfig
 from tests.model.graphs import BLOCK_SIZE, RerunDevice, make_model
 from tests.model.ops.cpu.harness import cpu_ops, needs_kernels
@@ -74,7 +74,7 @@ def answers(
             seed=index,
             stop_token_ids=stops,
         )
-        waiting.append(GenerationSpec(f"r{index}", prompt, sampling))
+        waiting.append(EngineRequest(f"r{index}", prompt, sampling))
     tokens: dict[str, list[int]] = {spec.request_id: [] for spec in waiting}
     steps = 0
     while waiting or core.has_work:
@@ -160,7 +160,7 @@ def answers_of_one_batch(runner: ModelRunner, device: GraphDevice, *, ahead: boo
         sampling = SamplingParams(
             max_tokens=50, temperature=index % 2, seed=index, stop_token_ids=frozenset()
         )
-        core.add(GenerationSpec(f"r{index}", random_prompt(8, seed=index), sampling))
+        core.add(EngineRequest(f"r{index}", random_prompt(8, seed=index), sampling))
     while core.has_work:
         for request, event in core.step():
             assert isinstance(event, TokenOutput), event

@@ -5,7 +5,7 @@ import pytest
 
 from model.interface.sampling_params import SamplingParams
 from server.engine.kv import block_hashes
-from server.engine.request import GenerationSpec, Request, RequestTimings
+from server.engine.request import EngineRequest, Request, RequestTimings
 from tests.server.engine.harness import Harness, expected_tokens
 from tests.server.engine.scheduler.test_scheduler import prompt
 
@@ -188,7 +188,7 @@ def test_hash_function_is_a_cryptographic_one() -> None:
 def test_a_block_that_was_announced_and_is_filled_by_a_decode_is_awaited_no_longer() -> None:
     """As of a preempted request, all but the last of whose tokens came in chunks."""
     kv = Harness().kv
-    request = Request(GenerationSpec("r", prompt(8, 0), SamplingParams(max_tokens=4)), RequestTimings(0.0))
+    request = Request(EngineRequest("r", prompt(8, 0), SamplingParams(max_tokens=4)), RequestTimings(0.0))
     request.row = kv.batch.add(request.token_ids, 8, request.sampling)
     kv.admit(request, kv.get_computed_blocks(request))
     assert kv.allocate_slots(np.array([request.row]), np.array([8]))

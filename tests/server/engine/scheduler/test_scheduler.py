@@ -8,7 +8,7 @@ from model.interface.sampling_params import SamplingParams
 from model.interface.sequence_chunk import ChunkResult, StepInput, StepResult
 from server.engine.core import EngineCore
 from server.engine.kv.kv_manager import KVCacheManager
-from server.engine.request import GenerationSpec, RequestStatus
+from server.engine.request import EngineRequest, RequestStatus
 from server.engine.scheduler.scheduler import SchedulerConfig
 from tests.server.engine.harness import Harness, expected_tokens
 
@@ -264,7 +264,7 @@ def test_from_1k_to_30k_tokens_one_request_holds_the_same_number_of_local_blocks
     batch = RunningBatch(1, 30_100 // 16 + 1)
     kv = KVCacheManager(spec, batch, 30_100 // 16 + 2, spec.local_pool_blocks(1, 512), prefix_caching=False)
     core = EngineCore(FastRunner(), kv, SchedulerConfig(1, 512, 30_000))
-    core.add(GenerationSpec("long", [2] * 1000, SamplingParams(max_tokens=29_000)))
+    core.add(EngineRequest("long", [2] * 1000, SamplingParams(max_tokens=29_000)))
     while core.stats.num_running == 0 or core.scheduler.running[0].num_output_tokens == 0:
         core.step()
     request = core.scheduler.running[0]
