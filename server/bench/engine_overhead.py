@@ -2,8 +2,8 @@
 that takes no time.
 
 Every sequence decodes; the contexts are spread evenly up to the longest, so that in every step some of them
-begin a block, cache a full one and free a skipped one. Delivery is what the event loop's thread does afterwards, beside
-the next step: it makes the outputs and wakes a reader for each sequence.
+begin a block, cache a full one and free a skipped one. Delivery is what the event loop's thread does
+afterwards, beside the next step: it makes the outputs and wakes a reader for each sequence.
 """
 
 import asyncio

@@ -336,8 +336,8 @@ class Scheduler:
     # -- update ----------------------------------------------------------------------------------------------
 
     def update(self, result: StepResult) -> StepOutputs:
-        """Take the results of the oldest step in flight: advance, cache full blocks and free skipped ones, append sampled tokens,
-        finish what is done."""
+        """Take the results of the oldest step in flight: advance, cache full blocks and free skipped ones,
+        append sampled tokens, finish what is done."""
         step = self._in_flight.popleft()
         for request in self._held:
             self._free(request)
