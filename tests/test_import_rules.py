@@ -82,30 +82,30 @@ RULES: Mapping[str, str] = {
     "server/api/schemas": "server/api/generation",
     "server/api/choices": "server/api/generation server/errors.py server/http",
     "server/api/completions": (
-        "fastapi server/admission.py server/api/choices server/api/generation server/api/schemas "
-        "server/errors.py server/loading server/state.py server/text starlette"
+        "fastapi server/api/choices server/api/generation server/api/schemas "
+        "server/errors.py server/text starlette"
     ),
     "server/api/chat": (
-        "fastapi server/admission.py server/api/choices server/api/generation server/api/schemas "
-        "server/errors.py server/loading server/state.py server/text server/text/tool_calls starlette"
+        "fastapi server/api/choices server/api/generation server/api/schemas "
+        "server/errors.py server/text server/text/tool_calls starlette"
     ),
     "server/api/responses": (
-        "fastapi server/admission.py server/api/generation server/api/schemas server/errors.py "
-        "server/grammar server/http server/loading server/state.py server/text server/text/template "
+        "fastapi server/api/generation server/api/schemas server/errors.py "
+        "server/grammar server/http server/state.py server/text server/text/template "
         "server/text/tool_calls starlette"
     ),
     "server/api/messages": (
-        "fastapi server/admission.py server/api/chat server/api/generation server/api/schemas "
+        "fastapi server/api/chat server/api/generation server/api/schemas "
         "server/errors.py server/http server/loading server/state.py server/text/tool_calls starlette"
     ),
     "server/api/decisions": (
-        "fastapi model/interface server/admission.py server/api/generation server/api/responses "
+        "fastapi model/interface server/api/generation server/api/responses "
         "server/api/schemas server/errors.py server/http server/loading server/state.py server/text "
         "server/text/template starlette"
     ),
     "server/api/embeddings": (
-        "fastapi model/interface server/admission.py server/api/generation server/api/schemas "
-        "server/errors.py server/http server/loading server/state.py starlette"
+        "fastapi model/interface server/api/generation server/api/schemas "
+        "server/errors.py server/http server/loading starlette"
     ),
     "server/api/tokenize": (
         "fastapi server/admission.py server/api/generation server/api/schemas server/errors.py server/http "

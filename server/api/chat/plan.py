@@ -5,11 +5,9 @@ that names the field.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from server.admission import Ticket
 from server.api.chat.request import ChatCompletionRequest
-from server.api.generation.plan import GenerationPlan
+from server.api.generation.plan import AnswerTerms, GenerationPlan, Intake
 from server.api.generation.planning import (
     check_choices,
     check_common,
@@ -24,19 +22,18 @@ from server.api.generation.prompts import (
 from server.api.generation.structured_output import choices_constraint
 from server.api.generation.tools import compile_constraint, tool_use
 from server.errors import invalid_value
-from server.loading.load import LoadedEngine
-from server.state import ServerState
 
 
 async def prepare_chat(
-    state: ServerState,
-    loaded: LoadedEngine,
+    intake: Intake,
     body: ChatCompletionRequest,
-    response_id: str,
-    ticket: Ticket,
+    *,
     names: Sequence[str] | None = None,
+    stop: Sequence[str] | None = None,
 ) -> GenerationPlan:
-    """``names``: the request fields that the messages came from, where they are not those of a chat."""
+    """``names``: the request fields that the messages came from, and ``stop``: the stop strings, where they
+    are not those of a chat."""
+    loaded = intake.loaded
     check_common(loaded, body)
     check_choices(loaded, body, has_logprobs=bool(body.logprobs))
     n = body.n or 1
@@ -45,33 +42,25 @@ async def prepare_chat(
         raise invalid_value("top_logprobs", "it needs 'logprobs': true")
     use = tool_use(chat_functions(body.tools), body.tool_choice, body.parallel_tool_calls)
     conversation = chat_conversation(body.messages, () if use is None else use.shown, names)
-    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    ticket.admit(n, 0)
-    grammar = await compile_constraint(loaded, choices_constraint(body), use, state.metrics)
-    encoded = await encode_conversation(
-        state,
-        loaded,
-        body,
-        conversation,
-        max_tokens,
+    terms = AnswerTerms(
         "messages",
-        body.add_generation_prompt,
-        body.continue_final_message,
-    )
-    plan = make_plan(
-        state,
-        loaded,
-        body,
-        response_id,
-        [encoded],
-        max_tokens=max_tokens,
-        default_max_tokens=None,
+        body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         n=n,
+        stop=(body.stop or ()) if stop is None else stop,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         logprob_token_ids=body.logprob_token_ids,
-        prompt_field="messages",
-        grammar=grammar,
-        calls=None if use is None else use.call_format,
+        shows_timings=bool(body.return_timings),
     )
-    return replace(plan, shows_timings=bool(body.return_timings))
+    intake.ticket.admit(n, 0)
+    grammar = await compile_constraint(loaded, choices_constraint(body), use, intake.state.metrics)
+    encoded = await encode_conversation(
+        intake,
+        body,
+        conversation,
+        terms,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+    )
+    calls = None if use is None else use.call_format
+    return make_plan(intake, body, [encoded], terms, grammar=grammar, calls=calls)

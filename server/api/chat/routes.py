@@ -10,32 +10,30 @@ from server.api.chat.request import ChatCompletionRequest
 from server.api.choices.answer import ChoiceAnswer, StreamUsage
 from server.api.generation.endpoint import AnsweringEndpoint
 from server.api.generation.event_stream import Answer
-from server.api.generation.plan import GenerationPlan
+from server.api.generation.plan import GenerationPlan, Intake
 from server.api.generation.wire_values import ResponseHead
 from server.api.schemas.answers import ChatCompletionResponse, ErrorResponse
 from server.api.schemas.description import answers, event_stream, request_body
 from server.api.schemas.streams import ChatCompletionChunk
-from server.loading.load import LoadedEngine
-from server.state import ServerState
 
 
-def _answer(
-    state: ServerState,
-    loaded: LoadedEngine,
-    plan: GenerationPlan,
-    body: ChatCompletionRequest,
-    head: ResponseHead,
-) -> Answer:
-    return ChoiceAnswer(
-        plan, ChatForm(loaded.tokenizer, plan, body), head, StreamUsage.of(body.stream_options)
-    )
+class ChatEndpoint(AnsweringEndpoint[ChatCompletionRequest]):
+    name, id_prefix, body_type = "chat_completions", "chatcmpl-", ChatCompletionRequest
+
+    async def plan(self, intake: Intake, body: ChatCompletionRequest) -> GenerationPlan:
+        return await prepare_chat(intake, body)
+
+    def answer(
+        self, intake: Intake, plan: GenerationPlan, body: ChatCompletionRequest, head: ResponseHead
+    ) -> Answer:
+        return ChoiceAnswer(
+            plan, ChatForm(intake.loaded.tokenizer, plan, body), head, StreamUsage.of(body.stream_options)
+        )
 
 
 def create_router() -> APIRouter:
     router = APIRouter()
-    endpoint = AnsweringEndpoint(
-        "chat_completions", "chatcmpl-", ChatCompletionRequest, prepare_chat, _answer
-    )
+    endpoint = ChatEndpoint()
 
     @router.post(
         "/v1/chat/completions",

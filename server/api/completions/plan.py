@@ -4,12 +4,10 @@ Defaults: the request, then the model's generation_config.json, then OpenAI's. E
 that names the field.
 """
 
-from dataclasses import replace
 from functools import partial
 
-from server.admission import Ticket
 from server.api.completions.request import CompletionRequest
-from server.api.generation.plan import GenerationPlan
+from server.api.generation.plan import AnswerTerms, GenerationPlan, Intake
 from server.api.generation.planning import (
     DEFAULT_COMPLETION_TOKENS,
     check_choices,
@@ -26,13 +24,10 @@ from server.api.generation.prompts import (
 )
 from server.api.generation.structured_output import choices_constraint, compile_grammar
 from server.errors import invalid_value
-from server.loading.load import LoadedEngine
-from server.state import ServerState
 
 
-async def prepare_completion(
-    state: ServerState, loaded: LoadedEngine, body: CompletionRequest, response_id: str, ticket: Ticket
-) -> GenerationPlan:
+async def prepare_completion(intake: Intake, body: CompletionRequest) -> GenerationPlan:
+    loaded = intake.loaded
     check_common(loaded, body)
     check_choices(loaded, body, has_logprobs=body.logprobs is not None)
     n = body.n or 1
@@ -40,8 +35,9 @@ async def prepare_completion(
     prompts = prompt_list(body.prompt)
     check_num_sequences(len(prompts), num_candidates, "prompt", "n" if num_candidates == n else "best_of")
     limit = truncation(loaded, body, body.max_tokens, DEFAULT_COMPLETION_TOKENS)
-    ticket.admit(len(prompts) * num_candidates, least_num_tokens(loaded, prompts, limit, body.max_tokens))
-    grammar = await compile_grammar(loaded, choices_constraint(body), state.metrics)
+    least = least_num_tokens(loaded, prompts, limit, body.max_tokens)
+    intake.ticket.admit(len(prompts) * num_candidates, least)
+    grammar = await compile_grammar(loaded, choices_constraint(body), intake.state.metrics)
     encode = partial(
         encode_prompt,
         loaded.tokenizer,
@@ -49,28 +45,22 @@ async def prepare_completion(
         wants_text=bool(body.echo) or body.logprobs is not None,
         skip_special_tokens=body.skip_special_tokens is not False,
     )
-    encoded = await in_thread(state, lambda: [encode(prompt) for prompt in prompts])
-    logprobs = 0 if num_candidates > n and body.logprobs is None else body.logprobs
-    echoed = body.logprobs if body.echo else None
-    plan = make_plan(
-        state,
-        loaded,
-        body,
-        response_id,
-        encoded,
-        max_tokens=body.max_tokens,
-        default_max_tokens=DEFAULT_COMPLETION_TOKENS,
-        logprobs=logprobs,
-        # One run of the prompt serves both; each form shows as many alternatives as it was asked for.
-        prompt_logprobs=max(
-            (count for count in (echoed, body.prompt_logprobs) if count is not None), default=None
-        ),
-        logprob_token_ids=body.logprob_token_ids,
-        prompt_field="prompt",
+    encoded = await in_thread(intake.state, lambda: [encode(prompt) for prompt in prompts])
+    # One run of the prompt serves both; each form shows as many alternatives as it was asked for.
+    prompt_logprobs = [body.logprobs if body.echo else None, body.prompt_logprobs]
+    terms = AnswerTerms(
+        "prompt",
+        body.max_tokens,
+        DEFAULT_COMPLETION_TOKENS,
         n=num_candidates,
-        grammar=grammar,
+        num_best=n if num_candidates > n else None,
+        stop=body.stop or (),
+        logprobs=0 if num_candidates > n and body.logprobs is None else body.logprobs,
+        prompt_logprobs=max((count for count in prompt_logprobs if count is not None), default=None),
+        logprob_token_ids=body.logprob_token_ids,
+        shows_timings=bool(body.return_timings),
     )
-    return replace(plan, num_best=n if num_candidates > n else None, shows_timings=bool(body.return_timings))
+    return make_plan(intake, body, encoded, terms, grammar=grammar)
 
 
 def _num_candidates(body: CompletionRequest, n: int) -> int:

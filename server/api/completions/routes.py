@@ -10,30 +10,33 @@ from server.api.completions.plan import prepare_completion
 from server.api.completions.request import CompletionRequest
 from server.api.generation.endpoint import AnsweringEndpoint
 from server.api.generation.event_stream import Answer
-from server.api.generation.plan import GenerationPlan
+from server.api.generation.plan import GenerationPlan, Intake
 from server.api.generation.wire_values import ResponseHead
 from server.api.schemas.answers import CompletionResponse, ErrorResponse
 from server.api.schemas.description import answers, event_stream, request_body
 from server.api.schemas.streams import CompletionChunk
-from server.loading.load import LoadedEngine
-from server.state import ServerState
 
 
-def _answer(
-    state: ServerState,
-    loaded: LoadedEngine,
-    plan: GenerationPlan,
-    body: CompletionRequest,
-    head: ResponseHead,
-) -> Answer:
-    return ChoiceAnswer(
-        plan, CompletionForm(loaded.tokenizer, plan, body), head, StreamUsage.of(body.stream_options)
-    )
+class CompletionsEndpoint(AnsweringEndpoint[CompletionRequest]):
+    name, id_prefix, body_type = "completions", "cmpl-", CompletionRequest
+
+    async def plan(self, intake: Intake, body: CompletionRequest) -> GenerationPlan:
+        return await prepare_completion(intake, body)
+
+    def answer(
+        self, intake: Intake, plan: GenerationPlan, body: CompletionRequest, head: ResponseHead
+    ) -> Answer:
+        return ChoiceAnswer(
+            plan,
+            CompletionForm(intake.loaded.tokenizer, plan, body),
+            head,
+            StreamUsage.of(body.stream_options),
+        )
 
 
 def create_router() -> APIRouter:
     router = APIRouter()
-    endpoint = AnsweringEndpoint("completions", "cmpl-", CompletionRequest, prepare_completion, _answer)
+    endpoint = CompletionsEndpoint()
 
     @router.post(
         "/v1/completions",

@@ -9,12 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from model.interface.sampling_params import SamplingParams
-from server.admission import Ticket
 from server.api.decisions.answer_schemas import DecisionResponse
 from server.api.decisions.questions import AskedQuestion, Labels, answer, asked, probabilities
 from server.api.decisions.request import DecisionRequest, num_characters
-from server.api.generation.endpoint import GenerationEndpoint
-from server.api.generation.plan import GenerationPlan, PromptPlan
+from server.api.generation.endpoint import GenerationEndpoint, Headers
+from server.api.generation.plan import GenerationPlan, Intake, PromptPlan
 from server.api.generation.priority import checked_priority
 from server.api.generation.prompts import Conversation, encode_chat
 from server.api.generation.run import GenerationRun
@@ -31,9 +30,8 @@ from server.text.length_bound import PromptTooLongError
 from server.text.template.conversation import ChatMessage
 
 
-async def prepare_decisions(
-    state: ServerState, loaded: LoadedEngine, body: DecisionRequest, response_id: str, ticket: Ticket
-) -> GenerationPlan:
+async def prepare_decisions(intake: Intake, body: DecisionRequest) -> GenerationPlan:
+    state, loaded = intake.state, intake.loaded
     check_model(body.model, loaded.model_names)
     if body.stream:
         raise unsupported_parameter("stream", "Leave it out.")
@@ -43,7 +41,7 @@ async def prepare_decisions(
         raise invalid_value("questions", reason, code="array_above_max_length")
     questions = _asked(loaded, body)
     messages, names = item_messages(body.input)
-    ticket.admit(len(questions), 0)
+    intake.ticket.admit(len(questions), 0)
     prompts = []
     for index, question in enumerate(questions):
         # The question ends the last turn of the input, or is the turn behind it.
@@ -52,7 +50,7 @@ async def prepare_decisions(
             state, loaded, Conversation(turns, [*names, names[-1]]), f"questions[{index}]"
         )
         prompts.append(PromptPlan(token_ids, _sampling(question), ""))
-    return GenerationPlan(response_id, tuple(prompts), n=1, stop=(), priority=priority)
+    return GenerationPlan(intake.response_id, tuple(prompts), n=1, stop=(), priority=priority)
 
 
 def _asked(loaded: LoadedEngine, body: DecisionRequest) -> list[AskedQuestion]:
@@ -85,20 +83,16 @@ async def _encode(
     return token_ids
 
 
-class _DecisionsEndpoint(GenerationEndpoint[DecisionRequest]):
+class DecisionsEndpoint(GenerationEndpoint[DecisionRequest]):
     """Streams are refused before anything is computed."""
 
-    def __init__(self) -> None:
-        super().__init__("decisions", "dec_", DecisionRequest, prepare_decisions)
+    name, id_prefix, body_type = "decisions", "dec_", DecisionRequest
+
+    async def plan(self, intake: Intake, body: DecisionRequest) -> GenerationPlan:
+        return await prepare_decisions(intake, body)
 
     async def respond(
-        self,
-        run: GenerationRun,
-        body: DecisionRequest,
-        head: ResponseHead,
-        state: ServerState,
-        loaded: LoadedEngine,
-        headers: dict[str, str],
+        self, intake: Intake, run: GenerationRun, body: DecisionRequest, head: ResponseHead, headers: Headers
     ) -> Response:
         found: dict[int, list[float]] = {}
         while (event := await run.next_event()) is not None:
@@ -112,7 +106,7 @@ class _DecisionsEndpoint(GenerationEndpoint[DecisionRequest]):
 
 def create_router() -> APIRouter:
     router = APIRouter()
-    decisions = _DecisionsEndpoint()
+    decisions = DecisionsEndpoint()
 
     @router.post(
         "/v1/decisions",

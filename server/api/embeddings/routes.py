@@ -16,9 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from model.interface.sampling_params import SamplingParams
-from server.admission import Ticket
-from server.api.generation.endpoint import GenerationEndpoint
-from server.api.generation.plan import GenerationPlan, PromptPlan
+from server.api.generation.endpoint import GenerationEndpoint, Headers
+from server.api.generation.plan import GenerationPlan, Intake, PromptPlan
 from server.api.generation.priority import checked_priority
 from server.api.generation.prompts import encode_prompt, in_thread, prompt_list
 from server.api.generation.request import GenerationBody, Truncation, check_prompts, prompt_schema
@@ -29,7 +28,6 @@ from server.api.schemas.description import answers, request_body
 from server.errors import check_model, context_length_exceeded, invalid_value, unsupported_parameter
 from server.http.json_response import encode_json
 from server.loading.load import LoadedEngine
-from server.state import ServerState
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -57,9 +55,8 @@ class EmbeddingRequest(GenerationBody):
     user: Annotated[str, Field(max_length=512)] | None = None
 
 
-async def prepare_embeddings(
-    state: ServerState, loaded: LoadedEngine, body: EmbeddingRequest, response_id: str, ticket: Ticket
-) -> GenerationPlan:
+async def prepare_embeddings(intake: Intake, body: EmbeddingRequest) -> GenerationPlan:
+    state, loaded = intake.state, intake.loaded
     check_model(body.model, loaded.model_names)
     if body.stream:
         raise unsupported_parameter("stream", "Leave it out.")
@@ -78,7 +75,7 @@ async def prepare_embeddings(
             raise invalid_value(param, "the text is empty", code="empty_string")
     max_model_len, limit = loaded.engine.limits.max_model_len, body.truncate_prompt_tokens
     limit = max_model_len if limit == -1 else limit
-    ticket.admit(len(inputs), _least_num_tokens(loaded, inputs, limit))
+    intake.ticket.admit(len(inputs), _least_num_tokens(loaded, inputs, limit))
     encode = partial(
         encode_prompt,
         loaded.tokenizer,
@@ -93,7 +90,7 @@ async def prepare_embeddings(
         raise context_length_exceeded(max_model_len, longest, 0, "input")
     nothing = SamplingParams(max_tokens=0, temperature=0.0)
     prompts = tuple(PromptPlan(token_ids, nothing, "") for token_ids in encoded)
-    return GenerationPlan(response_id, prompts, n=1, stop=(), priority=priority, pooling=True)
+    return GenerationPlan(intake.response_id, prompts, n=1, stop=(), priority=priority, pooling=True)
 
 
 def _least_num_tokens(loaded: LoadedEngine, inputs: Any, limit: int | None) -> int:
@@ -122,20 +119,16 @@ def _item(index: int, embedding: "npt.NDArray[np.float32]", as_base64: bool) -> 
     return encode_json({"object": "embedding", "index": index, "embedding": value})
 
 
-class _EmbeddingsEndpoint(GenerationEndpoint[EmbeddingRequest]):
+class EmbeddingsEndpoint(GenerationEndpoint[EmbeddingRequest]):
     """Streams are refused before anything is computed."""
 
-    def __init__(self) -> None:
-        super().__init__("embeddings", "embd-", EmbeddingRequest, prepare_embeddings)
+    name, id_prefix, body_type = "embeddings", "embd-", EmbeddingRequest
+
+    async def plan(self, intake: Intake, body: EmbeddingRequest) -> GenerationPlan:
+        return await prepare_embeddings(intake, body)
 
     async def respond(
-        self,
-        run: GenerationRun,
-        body: EmbeddingRequest,
-        head: ResponseHead,
-        state: ServerState,
-        loaded: LoadedEngine,
-        headers: dict[str, str],
+        self, intake: Intake, run: GenerationRun, body: EmbeddingRequest, head: ResponseHead, headers: Headers
     ) -> Response:
         embeddings: dict[int, npt.NDArray[np.float32]] = {}
         while (event := await run.next_event()) is not None:
@@ -150,13 +143,13 @@ class _EmbeddingsEndpoint(GenerationEndpoint[EmbeddingRequest]):
             return rest[:-1] + b',"data":[' + items + b"]}"
 
         return Response(
-            await in_thread(state, written), headers={"content-type": "application/json", **headers}
+            await in_thread(intake.state, written), headers={"content-type": "application/json", **headers}
         )
 
 
 def create_router() -> APIRouter:
     router = APIRouter()
-    embeddings = _EmbeddingsEndpoint()
+    embeddings = EmbeddingsEndpoint()
 
     @router.post(
         "/v1/embeddings",

@@ -4,22 +4,22 @@ answer differ."""
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import anyio
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.admission import BodyTicket, Ticket
+from server.admission import BodyTicket
 from server.api.generation.event_stream import (
     KEEP_ALIVE_SECONDS,
     Answer,
     EventStreamResponse,
     collected_response,
 )
-from server.api.generation.plan import GenerationPlan
+from server.api.generation.plan import GenerationPlan, Intake
 from server.api.generation.request import GenerationBody
 from server.api.generation.run import ChoiceEvent, GenerationRun
 from server.api.generation.trace_attributes import trace_attributes
@@ -28,58 +28,52 @@ from server.api.generation.wire_values import ResponseHead
 from server.errors import ApiError, ClientDisconnectedError, request_timeout
 from server.http.context import request_id_of, state_of
 from server.http.deadline import Deadline, header_timeout
-from server.loading.load import LoadedEngine
 from server.observability.request_metrics import RequestRecord
 from server.observability.tracing import PROPAGATION_HEADERS
 from server.state import ServerState
 
 Body = TypeVar("Body", bound=GenerationBody)
-Prepare = Callable[[ServerState, LoadedEngine, Body, str, Ticket], Awaitable[GenerationPlan]]
-MakeAnswer = Callable[[ServerState, LoadedEngine, GenerationPlan, Body, ResponseHead], Answer]
+Headers = dict[str, str]
 
 
 class GenerationEndpoint(ABC, Generic[Body]):
-    """One request from its arrival to its answer."""
+    """One API that generates: a request from its arrival to its answer. A subclass for each."""
 
-    def __init__(self, name: str, id_prefix: str, body: type[Body], prepare: Prepare[Body]) -> None:
-        self._name = name
-        self._id_prefix = id_prefix
-        self._body = body
-        self._prepare = prepare
+    name: ClassVar[str]  # in metrics and traces
+    id_prefix: ClassVar[str]
+    body_type: type[Body]
+
+    @abstractmethod
+    async def plan(self, intake: Intake, body: Body) -> GenerationPlan:
+        """What the request comes to: checked, constraints compiled, prompts encoded, defaults filled in.
+        Raises ApiError that names the field."""
 
     @abstractmethod
     async def respond(
-        self,
-        run: GenerationRun,
-        body: Body,
-        head: ResponseHead,
-        state: ServerState,
-        loaded: LoadedEngine,
-        headers: dict[str, str],
+        self, intake: Intake, run: GenerationRun, body: Body, head: ResponseHead, headers: Headers
     ) -> Response:
         """The answer in one piece, when the run is over; or a stream that has begun, which closes the run at
         its end."""
 
     async def handle(self, request: Request) -> Response:
         state = state_of(request)
-        response_id = f"{self._id_prefix}{uuid.uuid4().hex}"
+        response_id = f"{self.id_prefix}{uuid.uuid4().hex}"
         request_id = request_id_of(request)
         request_id.adopt(response_id)
         carrier = {name: request.headers[name] for name in PROPAGATION_HEADERS if name in request.headers}
-        record = RequestRecord(
-            state.metrics, self._name, response_id, request_id.value, state.tracer, carrier
-        )
+        record = RequestRecord(state.metrics, self.name, response_id, request_id.value, state.tracer, carrier)
         async with _counted(record, state) as held:
             loaded = state.require_loaded()
             arrival, timeout = time.monotonic(), header_timeout(request.headers)
             value = await read_json_object(request, held, state.settings.read_timeout or None)
-            parsed = parse_request(self._body, value, strict_params=state.settings.strict_params)
+            parsed = parse_request(self.body_type, value, strict_params=state.settings.strict_params)
             body = parsed.body
             record.stream = bool(body.stream)
             deadline = Deadline.of(request.headers, arrival, timeout, body.timeout)
             ticket = state.admission.ticket(loaded.engine.limits.max_num_seqs)
             try:
-                plan = await self._plan(state, loaded, body, response_id, ticket, deadline)
+                intake = Intake(state, loaded, response_id, ticket)
+                plan = await self._plan_in_time(intake, body, deadline)
                 ticket.start(plan.num_sequences, plan.num_prompt_tokens)
                 record.observe_plan(
                     plan.num_prompt_tokens, max(prompt.sampling.max_tokens for prompt in plan.prompts)
@@ -108,7 +102,7 @@ class GenerationEndpoint(ABC, Generic[Body]):
                 raise
             run.start(request.receive)
             try:
-                response = await self.respond(run, body, head, state, loaded, headers)
+                response = await self.respond(intake, run, body, head, headers)
             except BaseException as error:
                 if isinstance(error, Exception):
                     run.fail()
@@ -119,50 +113,29 @@ class GenerationEndpoint(ABC, Generic[Body]):
                 response.headers.update(record.timing_headers())
             return response
 
-    async def _plan(
-        self,
-        state: ServerState,
-        loaded: LoadedEngine,
-        body: Body,
-        response_id: str,
-        ticket: Ticket,
-        deadline: Deadline,
-    ) -> GenerationPlan:
+    async def _plan_in_time(self, intake: Intake, body: Body, deadline: Deadline) -> GenerationPlan:
         """Checks and encodes. What waits for its turn to be encoded is given up at the deadline."""
         try:
             with anyio.fail_after(deadline.remaining):
-                return await self._prepare(state, loaded, body, response_id, ticket)
+                return await self.plan(intake, body)
         except TimeoutError:
             raise request_timeout() from None
 
 
 class AnsweringEndpoint(GenerationEndpoint[Body]):
-    """What tells one endpoint that generates from the others."""
+    """One whose answer may be a stream."""
 
-    def __init__(
-        self,
-        name: str,
-        id_prefix: str,
-        body: type[Body],
-        prepare: Prepare[Body],
-        make_answer: MakeAnswer[Body],
-    ) -> None:
-        super().__init__(name, id_prefix, body, prepare)
-        self._make_answer = make_answer
+    @abstractmethod
+    def answer(self, intake: Intake, plan: GenerationPlan, body: Body, head: ResponseHead) -> Answer:
+        """What turns the events of a run of the plan into bytes."""
 
     async def respond(
-        self,
-        run: GenerationRun,
-        body: Body,
-        head: ResponseHead,
-        state: ServerState,
-        loaded: LoadedEngine,
-        headers: dict[str, str],
+        self, intake: Intake, run: GenerationRun, body: Body, head: ResponseHead, headers: Headers
     ) -> Response:
-        answer = self._make_answer(state, loaded, run.plan, body, head)
-        return await (
-            _stream(run, answer, state, headers) if body.stream else collected_response(run, answer, headers)
-        )
+        answer = self.answer(intake, run.plan, body, head)
+        if body.stream:
+            return await _stream(run, answer, intake.state, headers)
+        return await collected_response(run, answer, headers)
 
 
 async def _stream(

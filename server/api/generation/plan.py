@@ -1,10 +1,44 @@
 """What a request comes to: prompts as tokens, how their choices are drawn, and how their texts are read."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model.interface.grammar_state import Grammar
 from model.interface.sampling_params import SamplingParams
+from server.admission import Ticket
+from server.loading.load import LoadedEngine
+from server.state import ServerState
 from server.text.tool_calls.call_parser import CallFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """A request whose body has been parsed, on its way to a plan: what it is planned with."""
+
+    state: ServerState
+    loaded: LoadedEngine
+    response_id: str
+    ticket: Ticket
+
+    @property
+    def max_model_len(self) -> int:
+        return self.loaded.engine.limits.max_model_len
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTerms:
+    """What is asked of the answers, which each endpoint has fields of its own for."""
+
+    prompt_field: str  # that errors about the prompt name
+    max_tokens: int | None
+    default_max_tokens: int | None = None  # None: what the context leaves room for
+    n: int = 1
+    num_best: int | None = None  # of the n choices of each prompt, so many are returned: the likeliest
+    stop: Sequence[str] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
+    shows_timings: bool = False
 
 
 @dataclass(frozen=True, slots=True)

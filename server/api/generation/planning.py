@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Sequence
 
 from model.interface.grammar_state import Grammar
-from server.api.generation.plan import GenerationPlan, PromptPlan
+from server.api.generation.plan import AnswerTerms, GenerationPlan, Intake, PromptPlan
 from server.api.generation.priority import checked_priority
 from server.api.generation.prompts import (
     Conversation,
@@ -20,7 +20,6 @@ from server.api.generation.sampling import sampling_params
 from server.api.generation.wire_values import WireModel
 from server.errors import ApiError, check_model, context_length_exceeded, invalid_request, invalid_value
 from server.loading.load import LoadedEngine
-from server.state import ServerState
 from server.text.length_bound import PromptTooLongError
 from server.text.tool_calls.call_parser import CallFormat
 
@@ -102,102 +101,82 @@ def truncation(
 
 
 def make_plan(
-    state: ServerState,
-    loaded: LoadedEngine,
+    intake: Intake,
     body: GenerationRequest,
-    response_id: str,
     prompts: Sequence[EncodedPrompt],
+    terms: AnswerTerms,
     *,
-    max_tokens: int | None,
-    default_max_tokens: int | None,
-    prompt_field: str,
-    n: int = 1,
-    logprobs: int | None = None,
-    prompt_logprobs: int | None = None,
-    logprob_token_ids: Sequence[int] | None = None,
     grammar: Grammar | None = None,
     calls: CallFormat | None = None,
 ) -> GenerationPlan:
-    """``default_max_tokens`` None: what the context leaves room for."""
+    """Raises ApiError for a prompt that leaves no room for an answer."""
+    state = intake.state
     min_tokens = body.min_tokens or 0
-    if max_tokens is not None and min_tokens > max_tokens:
-        reason = f"expected at most max_tokens = {max_tokens}, got {min_tokens}"
+    if terms.max_tokens is not None and min_tokens > terms.max_tokens:
+        reason = f"expected at most max_tokens = {terms.max_tokens}, got {min_tokens}"
         raise invalid_value("min_tokens", reason, code="integer_above_max_value")
     # One draw for the whole request: choices differ by their number, not by their seed.
     seed = secrets.randbits(63) if body.seed is None else body.seed
     plans = []
     for prompt in prompts:
-        limit = _fitting_max_tokens(
-            loaded.engine.limits.max_model_len,
-            len(prompt.token_ids),
-            max_tokens,
-            default_max_tokens,
-            prompt_field,
-            strict=state.settings.strict_context,
-        )
-        least = min(min_tokens, limit)
+        room = intake.max_model_len - len(prompt.token_ids)
+        limit = _fitting_max_tokens(intake, terms, room)
         sampling = sampling_params(
-            state, loaded, body, limit, least, seed, logprobs, prompt_logprobs, logprob_token_ids
+            intake, body, terms, max_tokens=limit, min_tokens=min(min_tokens, limit), seed=seed
         )
         plans.append(PromptPlan(prompt.token_ids, sampling, prompt.text))
     return GenerationPlan(
-        response_id,
+        intake.response_id,
         tuple(plans),
-        n,
-        tuple(body.stop or ()),
+        terms.n,
+        tuple(terms.stop),
         body.cache_salt,
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
+        num_best=terms.num_best,
         grammar=grammar,
         calls=calls,
         priority=checked_priority(state.settings, body.priority),
+        shows_timings=terms.shows_timings,
     )
 
 
-def _fitting_max_tokens(
-    max_model_len: int,
-    num_prompt_tokens: int,
-    asked: int | None,
-    default: int | None,
-    prompt_field: str,
-    *,
-    strict: bool,
-) -> int:
+def _fitting_max_tokens(intake: Intake, terms: AnswerTerms, room: int) -> int:
     """max_tokens, lowered to the room that the prompt leaves. A prompt is never cut: one that leaves no room
     is an error."""
-    room = max_model_len - num_prompt_tokens
-    wanted = default if asked is None else asked
+    asked = terms.max_tokens
+    wanted = terms.default_max_tokens if asked is None else asked
     needed = 0 if wanted == 0 else 1
-    if room < needed or (strict and asked is not None and asked > room):
+    if room < needed or (intake.state.settings.strict_context and asked is not None and asked > room):
+        limit = intake.max_model_len
         raise context_length_exceeded(
-            max_model_len, num_prompt_tokens, needed if wanted is None else wanted, prompt_field
+            limit, limit - room, needed if wanted is None else wanted, terms.prompt_field
         )
     return room if wanted is None else min(wanted, room)
 
 
 async def encode_conversation(
-    state: ServerState,
-    loaded: LoadedEngine,
+    intake: Intake,
     body: GenerationRequest,
     conversation: Conversation,
-    max_tokens: int | None,
-    prompt_field: str,
+    terms: AnswerTerms,
+    *,
     add_generation_prompt: bool | None = None,
     continue_final_message: bool | None = None,
 ) -> EncodedPrompt:
     """The chat as tokens, cut where the request asks for it."""
-    limit = truncation(loaded, body, max_tokens, 1)
+    loaded = intake.loaded
+    limit = truncation(loaded, body, terms.max_tokens, 1)
     try:
         token_ids = await encode_chat(
-            state,
+            intake.state,
             loaded.tokenizer,
             conversation,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            max_tokens=loaded.engine.limits.max_model_len if limit is None else None,
+            max_tokens=intake.max_model_len if limit is None else None,
         )
     except PromptTooLongError as error:
-        raise hopeless(
-            loaded, error.num_tokens, 1 if max_tokens is None else max_tokens, prompt_field
-        ) from None
+        max_tokens = 1 if terms.max_tokens is None else terms.max_tokens
+        raise hopeless(loaded, error.num_tokens, max_tokens, terms.prompt_field) from None
     return EncodedPrompt(truncated(token_ids, limit, loaded.tokenizer.bos_token_id), "")

@@ -1,12 +1,10 @@
 """How the tokens of a request are drawn: its own parameters, else the model's generation_config.json, else
 OpenAI's defaults."""
 
-from collections.abc import Sequence
-
 from model.interface.sampling_params import SamplingParams
+from server.api.generation.plan import AnswerTerms, Intake
 from server.api.generation.request import GenerationRequest
 from server.errors import invalid_value
-from server.loading.load import LoadedEngine
 from server.state import ServerState
 from server.text.tokenizer import Tokenizer
 
@@ -22,21 +20,21 @@ def effective_top_p(state: ServerState, body: GenerationRequest) -> float:
 
 
 def sampling_params(
-    state: ServerState,
-    loaded: LoadedEngine,
+    intake: Intake,
     body: GenerationRequest,
+    terms: AnswerTerms,
+    *,
     max_tokens: int,
     min_tokens: int,
     seed: int,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
-    logprob_token_ids: Sequence[int] | None,
 ) -> SamplingParams:
+    """``max_tokens`` and ``min_tokens``: those that the context has room for."""
+    state = intake.state
     top_p = effective_top_p(state, body)
     top_k = max(0, state.effective_default("top_k", 0) if body.top_k is None else body.top_k)
     if top_p == 0.0:  # the smallest set that reaches a probability of 0: the likeliest token
         top_p, top_k = 1.0, 1
-    tokenizer = loaded.tokenizer
+    tokenizer = intake.loaded.tokenizer
     biases = [(int(key), bias) for key, bias in (body.logit_bias or {}).items()]
     stop_ids = stop_token_ids(tokenizer, body)
     return SamplingParams(
@@ -56,9 +54,9 @@ def sampling_params(
         allowed_token_ids=_allowed_token_ids(tokenizer, body, stop_ids, min_tokens),
         stop_token_ids=stop_ids,
         min_tokens=min_tokens,
-        logprobs=logprobs,
-        logprob_token_ids=tuple(dict.fromkeys(logprob_token_ids)) if logprob_token_ids else None,
-        prompt_logprobs=prompt_logprobs,
+        logprobs=terms.logprobs,
+        logprob_token_ids=tuple(dict.fromkeys(terms.logprob_token_ids)) if terms.logprob_token_ids else None,
+        prompt_logprobs=terms.prompt_logprobs,
     )
 
 

@@ -1,13 +1,11 @@
 """From a body of the Messages API to the plan of the chat that it is. Every refusal is an ApiError that names
 the field as the client spelled it."""
 
-from dataclasses import replace
 from typing import Any
 
-from server.admission import Ticket
 from server.api.chat.plan import prepare_chat
 from server.api.chat.request import ChatCompletionRequest
-from server.api.generation.plan import GenerationPlan
+from server.api.generation.plan import GenerationPlan, Intake
 from server.api.generation.prompts import chat_conversation, chat_functions, encode_chat
 from server.api.generation.tools import check_schemas, tool_use
 from server.api.messages.input import chat_messages
@@ -24,10 +22,8 @@ _FIELDS = (
 )
 
 
-async def prepare_messages(
-    state: ServerState, loaded: LoadedEngine, body: MessagesRequest, response_id: str, ticket: Ticket
-) -> GenerationPlan:
-    _check(state, body)
+async def prepare_messages(intake: Intake, body: MessagesRequest) -> GenerationPlan:
+    _check(intake.state, body)
     chat, names = _chat(
         body,
         model=body.model,
@@ -41,10 +37,9 @@ async def prepare_messages(
         response_format=_response_format(body),
     )
     try:
-        plan = await prepare_chat(state, loaded, chat, response_id, ticket, names)
+        return await prepare_chat(intake, chat, names=names, stop=body.stop_sequences or ())
     except ApiError as error:
         raise _renamed(error) from None
-    return replace(plan, stop=tuple(body.stop_sequences or ()))
 
 
 async def count_tokens(state: ServerState, loaded: LoadedEngine, body: CountTokensRequest) -> int:

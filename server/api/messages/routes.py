@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from server.api.generation.endpoint import AnsweringEndpoint
 from server.api.generation.event_stream import Answer
-from server.api.generation.plan import GenerationPlan
+from server.api.generation.plan import GenerationPlan, Intake
 from server.api.generation.validation import parse_request, read_json_object
 from server.api.generation.wire_values import ResponseHead
 from server.api.messages.answer import MessageAnswer
@@ -18,19 +18,23 @@ from server.api.schemas.messages_answers import CountTokensResponse, MessageResp
 from server.api.schemas.streams import MESSAGE_EVENTS
 from server.http.context import state_of
 from server.http.json_response import JsonResponse
-from server.loading.load import LoadedEngine
-from server.state import ServerState
 
 
-def _answer(
-    state: ServerState, loaded: LoadedEngine, plan: GenerationPlan, body: MessagesRequest, head: ResponseHead
-) -> Answer:
-    return MessageAnswer(head)
+class MessagesEndpoint(AnsweringEndpoint[MessagesRequest]):
+    name, id_prefix, body_type = "messages", "msg_", MessagesRequest
+
+    async def plan(self, intake: Intake, body: MessagesRequest) -> GenerationPlan:
+        return await prepare_messages(intake, body)
+
+    def answer(
+        self, intake: Intake, plan: GenerationPlan, body: MessagesRequest, head: ResponseHead
+    ) -> Answer:
+        return MessageAnswer(head)
 
 
 def create_router() -> APIRouter:
     router = APIRouter()
-    messages = AnsweringEndpoint("messages", "msg_", MessagesRequest, prepare_messages, _answer)
+    messages = MessagesEndpoint()
 
     @router.post(
         "/v1/messages",

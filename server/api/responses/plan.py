@@ -4,8 +4,7 @@ Defaults: the request, then the model's generation_config.json, then OpenAI's. E
 that names the field.
 """
 
-from server.admission import Ticket
-from server.api.generation.plan import GenerationPlan
+from server.api.generation.plan import AnswerTerms, GenerationPlan, Intake
 from server.api.generation.planning import (
     check_common,
     check_stream_options,
@@ -18,35 +17,27 @@ from server.api.responses.input import response_conversation, response_functions
 from server.api.responses.request import ResponseRequest
 from server.errors import missing_parameter
 from server.grammar.source import GrammarSource
-from server.loading.load import LoadedEngine
-from server.state import ServerState
 
 
-async def prepare_response(
-    state: ServerState, loaded: LoadedEngine, body: ResponseRequest, response_id: str, ticket: Ticket
-) -> GenerationPlan:
+async def prepare_response(intake: Intake, body: ResponseRequest) -> GenerationPlan:
+    loaded = intake.loaded
     check_common(loaded, body)
     check_stream_options(body.stream_options, body.stream)
     # Every response has a choice, "auto" by default: it may be given without tools too.
     choice = None if body.tool_choice == AUTO else body.tool_choice
     use = tool_use(response_functions(body.tools), choice, body.parallel_tool_calls)
     conversation = response_conversation(body, () if use is None else use.shown)
-    ticket.admit(1, 0)
-    grammar = await compile_constraint(loaded, response_constraint(body), use, state.metrics)
-    encoded = await encode_conversation(state, loaded, body, conversation, body.max_output_tokens, "input")
-    return make_plan(
-        state,
-        loaded,
-        body,
-        response_id,
-        [encoded],
-        max_tokens=body.max_output_tokens,
-        default_max_tokens=None,
+    terms = AnswerTerms(
+        "input",
+        body.max_output_tokens,
+        stop=body.stop or (),
         logprobs=(body.top_logprobs or 0) if body.shows_logprobs else None,
-        prompt_field="input",
-        grammar=grammar,
-        calls=None if use is None else use.call_format,
     )
+    intake.ticket.admit(1, 0)
+    grammar = await compile_constraint(loaded, response_constraint(body), use, intake.state.metrics)
+    encoded = await encode_conversation(intake, body, conversation, terms)
+    calls = None if use is None else use.call_format
+    return make_plan(intake, body, [encoded], terms, grammar=grammar, calls=calls)
 
 
 def response_constraint(body: ResponseRequest) -> GrammarSource | None:

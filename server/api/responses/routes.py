@@ -6,7 +6,7 @@ from starlette.responses import Response
 
 from server.api.generation.endpoint import AnsweringEndpoint
 from server.api.generation.event_stream import Answer
-from server.api.generation.plan import GenerationPlan
+from server.api.generation.plan import GenerationPlan, Intake
 from server.api.generation.wire_values import ResponseHead
 from server.api.responses.answer import ResponseAnswer
 from server.api.responses.plan import prepare_response
@@ -14,19 +14,23 @@ from server.api.responses.request import ResponseRequest
 from server.api.schemas.answers import ResponseObject
 from server.api.schemas.description import answers, event_stream, request_body
 from server.api.schemas.streams import RESPONSE_EVENTS
-from server.loading.load import LoadedEngine
-from server.state import ServerState
 
 
-def _answer(
-    state: ServerState, loaded: LoadedEngine, plan: GenerationPlan, body: ResponseRequest, head: ResponseHead
-) -> Answer:
-    return ResponseAnswer(state, loaded.tokenizer, plan, body, head)
+class ResponsesEndpoint(AnsweringEndpoint[ResponseRequest]):
+    name, id_prefix, body_type = "responses", "resp_", ResponseRequest
+
+    async def plan(self, intake: Intake, body: ResponseRequest) -> GenerationPlan:
+        return await prepare_response(intake, body)
+
+    def answer(
+        self, intake: Intake, plan: GenerationPlan, body: ResponseRequest, head: ResponseHead
+    ) -> Answer:
+        return ResponseAnswer(intake.state, intake.loaded.tokenizer, plan, body, head)
 
 
 def create_router() -> APIRouter:
     router = APIRouter()
-    endpoint = AnsweringEndpoint("responses", "resp_", ResponseRequest, prepare_response, _answer)
+    endpoint = ResponsesEndpoint()
 
     @router.post(
         "/v1/responses",
