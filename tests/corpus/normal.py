@@ -31,8 +31,8 @@ _DURATION = re.compile(r"(?<=;dur=)[0-9.]+")
 _BUSY_STATUSES = (429, 503)
 _BUSY_CODE = b'"server_overloaded"'
 
-# Of /metrics only the names and labels of the samples: not their values, nor the commit that the server was
-# built from. The probe that waits for the start is answered with 503 or not.
+# Of /metrics only the names and labels of the samples, as a set: not their values and order, nor the commit
+# of the server. The probe that waits for the start is answered with 503 or not.
 _METRICS_TYPE = "text/plain; version=0.0.4"
 _SAMPLE_VALUE = re.compile(r"^([a-z][^ {]*(?:\{.*\})?) \S+$", re.MULTILINE)
 _COMMIT = re.compile(r'(?<=commit=")[^"]*')
@@ -115,5 +115,6 @@ def _choice_of(event: bytes) -> float:
 
 
 def _series(text: str) -> str:
-    series = _COMMIT.sub("<commit>", _SAMPLE_VALUE.sub(r"\1", text)).splitlines(keepends=True)
-    return "".join(line for line in series if line.rstrip("\n") != _PROBE)
+    """The lines of a scrape as a set, each without its value."""
+    lines = {_COMMIT.sub("<commit>", line) for line in _SAMPLE_VALUE.sub(r"\1", text).splitlines()}
+    return "\n".join(sorted(lines - {_PROBE}))
