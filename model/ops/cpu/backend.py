@@ -5,16 +5,17 @@ bit the same whatever else is in the batch and on any number of threads. Shapes 
 which no Gemma 3 has, fall back to the reference, which makes no such promise.
 """
 
+import ctypes
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from struct import Struct
 from typing import cast
 
 import torch
 
 from model.host.huge_pages import HugePageMemory
 from model.ops.cpu.build import load_library
+from model.ops.cpu.records import AttentionArguments, LayerArguments, RopeArguments, StepArguments
 from model.ops.cpu.weights import (
     PackedWeight,
     WeightStorage,
@@ -36,11 +37,6 @@ from model.ops.interface import (
 from model.ops.reference import ReferenceOps
 from model.precision import cache_type
 
-_ATTENTION = Struct("7q 6q 4q 4q d")  # AttentionArguments in cpp/attention.h
-_ROPE = Struct("9q 5q 4q 3q d")  # RopeArguments in cpp/kernels.h
-_LAYER = Struct("4q 2q 4q 2q 4q 5q 3q 2d")  # LayerArguments in cpp/layer.cpp
-_STEPS = Struct("4q 2q q 3q 6q" * 2)  # two StepArguments in cpp/layer.cpp
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stack:
@@ -49,7 +45,7 @@ class _Stack:
 
     layers: Sequence[LayerOperands]
     keys: "weakref.ref[torch.Tensor]"  # of the first layer's cache
-    arguments: bytes  # a LayerArguments for each
+    records: "ctypes.Array[LayerArguments]"  # one for each layer
     room: tuple[int, int]  # values that a token takes in each of the two buffers
     head_dim: int
 
@@ -233,29 +229,25 @@ class CpuOps(ReferenceOps):
         num_tokens, size = qkv.shape
         num_heads = size // head_dim - 2 * num_kv_heads
         query = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype)
-        arguments = _ROPE.pack(
-            qkv.data_ptr(),
-            q_scale.data_ptr(),
-            k_scale.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            query.data_ptr(),
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
-            slot_mapping.data_ptr(),
-            num_tokens,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            block_size,
-            *_strides(k_cache),
-            *_strides(v_cache),
-            self._is_bfloat16,
-            _is_bfloat16(k_cache),
-            torch.get_num_threads(),
-            eps,
+        record = RopeArguments(
+            qkv=qkv.data_ptr(),
+            q_scale=q_scale.data_ptr(),
+            k_scale=k_scale.data_ptr(),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            query=query.data_ptr(),
+            slots=slot_mapping.data_ptr(),
+            n=num_tokens,
+            num_heads=num_heads,
+            kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            **_cache_fields(k_cache, v_cache),
+            is_bf16=self._is_bfloat16,
+            threads=torch.get_num_threads(),
+            eps=eps,
         )
-        self._library.qk_norm_rope_cache_write(arguments)
+        self._library.qk_norm_rope_cache_write(ctypes.byref(record))
         return query
 
     def paged_attention(
@@ -272,29 +264,25 @@ class CpuOps(ReferenceOps):
         query = query.contiguous()
         output = torch.empty((num_tokens, num_heads * head_dim), dtype=query.dtype)
         block_table = metadata.block_table
-        arguments = _ATTENTION.pack(
-            query.data_ptr(),
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
-            output.data_ptr(),
-            block_table.data_ptr(),
-            metadata.query_start.data_ptr(),
-            metadata.context_lens_tensor.data_ptr(),
-            len(metadata.query_lens),
-            block_table.stride(0),
-            metadata.block_size,
-            num_heads,
-            k_cache.shape[2],
-            head_dim,
-            *_strides(k_cache),
-            *_strides(v_cache),
-            metadata.window or 0,
-            self._is_bfloat16,
-            _is_bfloat16(k_cache),
-            torch.get_num_threads(),
-            scale,
+        record = AttentionArguments(
+            query=query.data_ptr(),
+            output=output.data_ptr(),
+            block_table=block_table.data_ptr(),
+            query_start=metadata.query_start.data_ptr(),
+            context_lens=metadata.context_lens_tensor.data_ptr(),
+            num_seqs=len(metadata.query_lens),
+            table_stride=block_table.stride(0),
+            block_size=metadata.block_size,
+            num_heads=num_heads,
+            kv_heads=k_cache.shape[2],
+            head_dim=head_dim,
+            **_cache_fields(k_cache, v_cache),
+            window=metadata.window or 0,
+            is_bf16=self._is_bfloat16,
+            threads=torch.get_num_threads(),
+            scale=scale,
         )
-        self._library.paged_attention(arguments)
+        self._library.paged_attention(ctypes.byref(record))
         return output
 
     def decoder_layers(
@@ -316,29 +304,33 @@ class CpuOps(ReferenceOps):
         assert residual.is_contiguous()
         first, second = (torch.empty(num_tokens, size, dtype=hidden.dtype) for size in stack.room)
         threads = torch.get_num_threads()
-        arguments = []
-        for kind in (False, True):  # the kernel finds them by is_global
+
+        def step_of(kind: bool) -> StepArguments:
             cos, sin = rotary[kind]
-            of_kind = metadata[kind]
+            batch = metadata[kind]
             assert cos.is_contiguous()
             assert sin.is_contiguous()
-            arguments += [
-                *(
-                    tensor.data_ptr()
-                    for tensor in (hidden, residual, first, second, cos, sin, of_kind.slot_mapping)
-                ),
-                *(
-                    tensor.data_ptr()
-                    for tensor in (of_kind.block_table, of_kind.query_start, of_kind.context_lens_tensor)
-                ),
-                num_tokens,
-                len(of_kind.query_lens),
-                of_kind.block_table.stride(0),
-                of_kind.block_size,
-                of_kind.window or 0,
-                threads,
-            ]
-        self._library.decoder_layers(stack.arguments, len(layers), _STEPS.pack(*arguments))
+            return StepArguments(
+                hidden=hidden.data_ptr(),
+                residual=residual.data_ptr(),
+                first=first.data_ptr(),
+                second=second.data_ptr(),
+                cos=cos.data_ptr(),
+                sin=sin.data_ptr(),
+                slots=batch.slot_mapping.data_ptr(),
+                block_table=batch.block_table.data_ptr(),
+                query_start=batch.query_start.data_ptr(),
+                context_lens=batch.context_lens_tensor.data_ptr(),
+                n=num_tokens,
+                num_seqs=len(batch.query_lens),
+                table_stride=batch.block_table.stride(0),
+                block_size=batch.block_size,
+                window=batch.window or 0,
+                threads=threads,
+            )
+
+        steps = (StepArguments * 2)(step_of(False), step_of(True))  # the kernel finds them by is_global
+        self._library.decoder_layers(stack.records, len(layers), steps)
         return True
 
     def _stack_of(
@@ -350,31 +342,38 @@ class CpuOps(ReferenceOps):
                 cast(PackedWeight, weight)
                 for weight in (layer.qkv, layer.attention_output, layer.gate_up, layer.down)
             ]
-            norms = (layer.q_norm, layer.k_norm, layer.post_attention_norm, layer.pre_feedforward_norm)
             records.append(
-                _LAYER.pack(
+                LayerArguments(
                     *(weight.address for weight in weights),
-                    *(norm.data_ptr() for norm in (*norms, layer.post_feedforward_norm, layer.next_norm)),
-                    cache.keys.data_ptr(),
-                    cache.values.data_ptr(),
-                    *_strides(cache.keys),
-                    *_strides(cache.values),
-                    hidden_size,
-                    layer.intermediate_size,
-                    layer.num_heads,
-                    *cache.keys.shape[2:],
-                    layer.is_global,
-                    self._is_bfloat16,
-                    _is_bfloat16(cache.keys),
-                    layer.eps,
-                    layer.query_scale,
+                    q_scale=layer.q_norm.data_ptr(),
+                    k_scale=layer.k_norm.data_ptr(),
+                    post_attention=layer.post_attention_norm.data_ptr(),
+                    pre_feedforward=layer.pre_feedforward_norm.data_ptr(),
+                    post_feedforward=layer.post_feedforward_norm.data_ptr(),
+                    next=layer.next_norm.data_ptr(),
+                    **_cache_fields(cache.keys, cache.values),
+                    hidden_size=hidden_size,
+                    intermediate_size=layer.intermediate_size,
+                    num_heads=layer.num_heads,
+                    kv_heads=cache.keys.shape[2],
+                    head_dim=cache.keys.shape[3],
+                    is_global=layer.is_global,
+                    is_bf16=self._is_bfloat16,
+                    eps=layer.eps,
+                    scale=layer.query_scale,
                 )
             )
             query_size = layer.num_heads * cache.keys.shape[3]
             room[0] = max(room[0], weights[0].out_features, query_size, 2 * layer.intermediate_size)
             room[1] = max(room[1], query_size, layer.intermediate_size)
         keys = caches[0].keys
-        return _Stack(layers, weakref.ref(keys), b"".join(records), (room[0], room[1]), keys.shape[3])
+        return _Stack(
+            layers,
+            weakref.ref(keys),
+            (LayerArguments * len(records))(*records),
+            (room[0], room[1]),
+            keys.shape[3],
+        )
 
     # -- sampling --------------------------------------------------------------------------------------------
 
@@ -444,8 +443,19 @@ class CpuOps(ReferenceOps):
         return result
 
 
-def _is_bfloat16(cache: torch.Tensor) -> bool:
-    return cache.dtype == torch.bfloat16
+def _cache_fields(keys: torch.Tensor, values: torch.Tensor) -> dict[str, int]:
+    """What the records say of a layer's cache."""
+    k_block_stride, k_slot_stride = _strides(keys)
+    v_block_stride, v_slot_stride = _strides(values)
+    return {
+        "k_cache": keys.data_ptr(),
+        "v_cache": values.data_ptr(),
+        "k_block_stride": k_block_stride,
+        "k_slot_stride": k_slot_stride,
+        "v_block_stride": v_block_stride,
+        "v_slot_stride": v_slot_stride,
+        "cache_is_bf16": int(keys.dtype == torch.bfloat16),
+    }
 
 
 def _strides(cache: torch.Tensor) -> tuple[int, int]:

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from model.host.cache_dir import default_cache_dir
 from model.host.cpu_features import CPU_ISAS, cpu_flags
+from model.ops.cpu.records import check_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -218,12 +219,13 @@ def _load(variant: Variant, override: str | None, cache_dir: Path, sanitize: boo
     except OSError as error:
         raise BuildError(f"{path} cannot be loaded ({error}); remove it, and it is built again") from error
     _declare(library)
+    check_sizes(library)
     return library
 
 
 def _declare(library: ctypes.CDLL) -> None:
     pointer, long, int_, float_ = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-    arguments = ctypes.c_char_p  # a packed record
+    record = ctypes.c_void_p  # of model/ops/cpu/records.py
     signatures = {
         "pack_linear": (pointer, pointer, int_, int_),
         "few_bits_needed": (pointer, int_, long, long, pointer, int_),
@@ -233,9 +235,9 @@ def _declare(library: ctypes.CDLL) -> None:
         "rms_norm": (pointer, pointer, pointer, long, long, float_, int_, int_),
         "norm_add_norm": (pointer, pointer, pointer, pointer, pointer, long, long, float_, int_, int_),
         "geglu": (pointer, pointer, long, long, int_, int_),
-        "qk_norm_rope_cache_write": (arguments,),
-        "paged_attention": (arguments,),
-        "decoder_layers": (arguments, long, arguments),
+        "qk_norm_rope_cache_write": (record,),
+        "paged_attention": (record,),
+        "decoder_layers": (record, long, record),
         "all_finite": (pointer, long, long, pointer, int_),
         "argmax": (pointer, long, long, pointer, int_),
         "mask_rows": (pointer, pointer, long, long, pointer, int_),

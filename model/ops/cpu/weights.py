@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from model.host.huge_pages import HugePageMemory
+from model.ops.cpu.records import PackedWeightRecord
 from model.ops.interface import LinearRole, PackedForm
 from model.precision import FEW_BITS_SHARE, GROUP
 
@@ -19,19 +20,6 @@ from model.precision import FEW_BITS_SHARE, GROUP
 WeightStorage = Literal["exact", "float32", "bfloat16", "int8", "int4"]
 _KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int5": 3, "int4": 3}
 _ELEMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
-
-
-class _Descriptor(ctypes.Structure):
-    """PackedWeight in cpp/linear.h."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("n", ctypes.c_int64),
-        ("k", ctypes.c_int64),
-        ("group", ctypes.c_int64),
-        ("kind", ctypes.c_int32),
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +43,7 @@ class PackedWeight:
     storage: str  # "float32", "bfloat16", "int8", "int5" or "int4"
     data: torch.Tensor
     scales: torch.Tensor | None
-    descriptor: _Descriptor
+    descriptor: PackedWeightRecord
     address: int  # of the descriptor
     sketch: Sketch | None = None  # of a head, for the likeliest token
 
@@ -190,7 +178,7 @@ def _described(
     data: torch.Tensor,
     scales: torch.Tensor | None,
 ) -> PackedWeight:
-    descriptor = _Descriptor(
+    descriptor = PackedWeightRecord(
         data.data_ptr(),
         scales.data_ptr() if scales is not None else None,
         out_features,

@@ -19,7 +19,7 @@ constexpr int64_t KEY_TILE = 16;
 constexpr int64_t AHEAD = KEY_TILE;  // keys between a use and its prefetch
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
-// Laid out as the caller packs it (model/ops/cpu/backend.py): 64-bit fields only.
+// Field by field as in model/ops/cpu/records.py: 64-bit fields only.
 struct AttentionArguments {
   const void* query;    // [n, num_heads, head_dim]
   const void* k_cache;  // [blocks, block_size, kv_heads, head_dim], first two axes strided
@@ -34,6 +34,7 @@ struct AttentionArguments {
   int64_t is_bf16, cache_is_bf16, threads;  // bfloat16 queries come with a bfloat16 cache
   double scale;
 };
+static_assert(sizeof(AttentionArguments) == 22 * 8, "change model/ops/cpu/records.py, too");
 
 struct Item {
   int32_t sequence, kv_head;

@@ -1,5 +1,5 @@
 // Kernels that decoder_layers (layer.cpp) calls besides their being called one by one, and the records that
-// they take. The records are laid out as the caller packs them (model/ops/cpu/backend.py): 64-bit fields
+// they take. The records are laid out as the caller packs them (model/ops/cpu/records.py): 64-bit fields
 // only.
 #pragma once
 
@@ -23,6 +23,7 @@ struct RopeArguments {
   int64_t is_bf16, cache_is_bf16, threads;  // bfloat16 activations come with a bfloat16 cache
   double eps;
 };
+static_assert(sizeof(RopeArguments) == 22 * 8, "change model/ops/cpu/records.py, too");
 
 extern "C" {
 

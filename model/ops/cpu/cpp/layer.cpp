@@ -5,8 +5,7 @@
 
 using namespace gemserve;
 
-// What stays the same from step to step. Laid out as the caller packs it (model/ops/cpu/backend.py): 64-bit
-// fields only.
+// What stays the same from step to step. Field by field as in model/ops/cpu/records.py: 64-bit fields only.
 struct LayerArguments {
   const PackedWeight *qkv, *attention_output, *gate_up, *down;
   const float *q_scale, *k_scale;                                           // [head_dim]
@@ -17,6 +16,7 @@ struct LayerArguments {
   int64_t is_global, is_bf16, cache_is_bf16;
   double eps, scale;
 };
+static_assert(sizeof(LayerArguments) == 26 * 8, "change model/ops/cpu/records.py, too");
 
 // One step's batch, the same for all global layers, or for all others.
 struct StepArguments {
@@ -28,6 +28,7 @@ struct StepArguments {
   const int32_t *block_table, *query_start, *context_lens;
   int64_t n, num_seqs, table_stride, block_size, window, threads;
 };
+static_assert(sizeof(StepArguments) == 16 * 8, "change model/ops/cpu/records.py, too");
 
 static void decoder_layer(const LayerArguments& l, const StepArguments& s) {
   const int32_t is_bf16 = static_cast<int32_t>(l.is_bf16), threads = static_cast<int32_t>(s.threads);
@@ -62,4 +63,11 @@ static void decoder_layer(const LayerArguments& l, const StepArguments& s) {
 // ``steps``: of layers with a window, and of global ones.
 extern "C" void decoder_layers(const LayerArguments* layers, int64_t count, const StepArguments* steps) {
   for (int64_t i = 0; i < count; ++i) decoder_layer(layers[i], steps[layers[i].is_global]);
+}
+
+// Bytes of the records, in the order of RECORDS in model/ops/cpu/records.py.
+extern "C" int64_t record_size(int32_t index) {
+  constexpr int64_t sizes[] = {sizeof(AttentionArguments), sizeof(RopeArguments), sizeof(LayerArguments),
+                               sizeof(StepArguments), sizeof(PackedWeight)};
+  return index < 0 || index >= 5 ? 0 : sizes[index];
 }

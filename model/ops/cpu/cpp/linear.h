@@ -26,6 +26,7 @@ struct PackedWeight {
   int64_t group;  // int8 and few bits only: consecutive inputs that share a scale
   int32_t kind;
 };
+static_assert(sizeof(PackedWeight) == 6 * 8, "change model/ops/cpu/records.py, too");
 
 constexpr int NR = 2 * W;  // output features of a panel
 constexpr int PANELS = 4;  // panels of one work item
