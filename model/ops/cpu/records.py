@@ -84,6 +84,6 @@ def check_sizes(library: ctypes.CDLL) -> None:
         size = library.record_size(index)
         if size != ctypes.sizeof(record):
             raise RuntimeError(
-                f"{record.__name__} has {ctypes.sizeof(record)} bytes in model/ops/cpu/records.py, but {size} "
-                "in the compiled kernels; bring the two in line."
+                f"{record.__name__} has {ctypes.sizeof(record)} bytes in model/ops/cpu/records.py, "
+                f"but {size} in the compiled kernels; bring the two in line."
             )

@@ -22,5 +22,5 @@ def test_a_record_with_a_field_more_is_refused(monkeypatch: pytest.MonkeyPatch) 
         _fields_ = (("one_more", ctypes.c_int64),)
 
     monkeypatch.setattr("model.ops.cpu.records.RECORDS", (Longer, *RECORDS[1:]))
-    with pytest.raises(RuntimeError, match="Longer has 184 bytes .* but 176 in the compiled kernels"):
+    with pytest.raises(RuntimeError, match=r"Longer has 184 bytes .* but 176 in the compiled kernels"):
         check_sizes(load_library())
