@@ -9,7 +9,6 @@ import os
 import signal
 from typing import TYPE_CHECKING, NoReturn
 
-from model.host.torch_import import defer_unused_modules
 from model.interface.errors import ModelError
 from model.parallel.messages import Answer, Call, Connect, Load, Logits, Step
 from model.parallel.ranks import adopt, report
@@ -25,7 +24,6 @@ def main(rank: str, size: str, messages: str, lifeline: str) -> NoReturn:
     ignore_signals()
     connection, line = adopt(messages, lifeline)
     logging.getLogger().addHandler(logging.NullHandler())
-    defer_unused_modules()
     try:
         Worker(int(rank), int(size), connection).serve()
     except BaseException as error:  # whatever ends this rank ends the group, and rank 0 is told why

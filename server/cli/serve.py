@@ -30,9 +30,6 @@ def run(arguments: argparse.Namespace) -> int:
     # What a start makes is kept; looking for garbage in it again and again takes time. Turned on again once
     # all is loaded.
     gc.disable()
-    from model.host.torch_import import defer_unused_modules
-
-    defer_unused_modules()
     from server.cli.serving import serve
 
     return serve(settings)

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model.host.torch_import import preload_libraries
+from model.host.preload import preload_libraries
 from model.interface.errors import ConfigError
 from model.interface.running_batch import RunningBatch
 from server.engine.async_engine import AsyncEngine, EngineLimits
