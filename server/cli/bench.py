@@ -43,6 +43,13 @@ def add_parser(commands: "Subparsers") -> None:
         "reach up to --prompt-tokens, cost the host with a device that takes no time.",
     )
     parser.add_argument(
+        "--front-end",
+        type=int,
+        metavar="ROUNDS",
+        help="Instead of a load: stream --concurrency answers at a time from a server whose model takes no "
+        "time; tokens per second, and what each costs the server's processor.",
+    )
+    parser.add_argument(
         "--serve-arguments",
         default="",
         metavar="TEXT",
@@ -131,6 +138,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _run_starts(arguments)
     if arguments.engine_overhead is not None:
         return _run_engine_overhead(arguments)
+    if arguments.front_end is not None:
+        return _run_front_end(arguments)
     if bool(arguments.url) == bool(arguments.compare):
         raise SettingsError("bench: give either one URL or --compare NAME=URL NAME=URL")
     targets = [Target.parse(text) for text in arguments.compare or [f"server={arguments.url}"]]
@@ -223,4 +232,40 @@ def _run_engine_overhead(arguments: argparse.Namespace) -> int:
                 temperature,
             )
         )
+    return 0
+
+
+def _run_front_end(arguments: argparse.Namespace) -> int:
+    import json
+    import sys
+
+    from server.bench.front_end import measure_front_end, render_rounds
+    from server.bench.load import Workload
+    from server.settings.settings import SettingsError
+
+    if arguments.front_end < 1 or arguments.url or arguments.compare:
+        raise SettingsError("bench: --front-end takes a number from 1 on, and neither a URL nor --compare")
+    if min(arguments.concurrency) < 1:
+        raise SettingsError("bench: --concurrency must be at least 1")
+    workload = Workload(
+        prompt_tokens=arguments.prompt_tokens,
+        output_tokens=arguments.output_tokens,
+        shared_prefix=arguments.shared_prefix,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+    )
+    measured = []
+    for num_streams in arguments.concurrency:
+        rounds = measure_front_end(
+            num_streams,
+            arguments.front_end,
+            workload,
+            progress=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+        measured += rounds
+        if not arguments.json:
+            print(render_rounds(rounds))
+    if arguments.json:
+        print(json.dumps([one.values() for one in measured], indent=2))
     return 0

@@ -6,9 +6,12 @@ from starlette.responses import Response
 
 from server.errors import ApiError
 
+# Made once: json.dumps would make one for every call, which takes a quarter of the time of a small answer.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
 
 def encode_json(value: object) -> bytes:
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = _ENCODER.encode(value)
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError:  # a lone surrogate of the client's, repeated as the escape that it came as
