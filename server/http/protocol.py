@@ -2,7 +2,7 @@
 request. A head that is too large is answered with 431, one that does not arrive in time with 408, and a
 connection that asks nothing is closed. For a connection beyond the limit an idle one is closed; where none is
 idle, it is answered with 503. What has no sound head never reaches the application, so it is neither counted
-nor logged there. What this relies on inside uvicorn is listed in tests/server/http/test_uvicorn_internals.py."""
+nor logged there. What of uvicorn's inside this relies on: tests/server/http/test_uvicorn_internals.py."""
 
 import asyncio
 import itertools
