@@ -145,7 +145,7 @@ def test_weights_and_cache_are_those_of_the_loaded_model(
     from model.checkpoint.open import open_checkpoint
     from model.execution.runner import ModelRunner
 
-    flags = ("--dtype", dtype, "--quantization", quantization, "--device", "cpu", "--kv-cache-memory", "1GiB")
+    flags = ("--dtype", dtype, "--quantization", quantization, "--device", "cpu", "--kv-cache-memory", "2GiB")
     values = info(capsys, *flags)
     checkpoint = open_checkpoint(None, progress=False)
     runner = ModelRunner.load(
