@@ -22,7 +22,7 @@ def events(data: bytes) -> list[tuple[str, Any]]:
 def test_a_stream_of_text_and_a_call() -> None:
     answer = MessageAnswer(HEAD)
     data = answer.chunks(event("Well", first=True), usage(is_over=False))
-    data += answer.chunks(event(CallPiece(0, "add", None), CallPiece(0, None, '{"a"')), usage())
+    data += answer.chunks(event(CallPiece(0, "add", ""), CallPiece(0, None, '{"a"')), usage())
     data += answer.chunks(event(CallPiece(0, None, ": 1}"), finish="tool_calls"), usage())
     data += answer.end(usage())
     names = [name for name, _ in events(data)]
