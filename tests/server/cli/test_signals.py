@@ -143,8 +143,13 @@ def test_running_and_queued_requests_and_a_client_that_does_not_read() -> None:
         threads = [threading.Thread(target=ask) for _ in range(9)]
         for thread in threads:
             thread.start()
+
+        def all_have_come() -> bool:
+            metrics = httpx.get(f"{url}/metrics", timeout=SOON).text
+            return "gemserve_requests_running 8.0" in metrics and "gemserve_requests_waiting 2.0" in metrics
+
         deadline = time.monotonic() + SOON
-        while "gemserve_requests_waiting 2.0" not in httpx.get(f"{url}/metrics", timeout=SOON).text:
+        while not all_have_come():
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
