@@ -1,5 +1,6 @@
 """Steps as runners of tests see them: a sequence after the other, each with all that is known of it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from model.interface.grammar_state import GrammarState
@@ -29,8 +30,10 @@ class StepSequence:
 def sequences_of(step: StepInput) -> list[StepSequence]:
     """The decodes, then the chunks. Tokens that are not known yet are missing."""
     batch = step.batch
-    known = [[]] * len(step.decodes) if step.token_ids is None else [[t] for t in step.token_ids.tolist()]
-    parts = [
+    known: list[list[int]] = [[]] * len(step.decodes)
+    if step.token_ids is not None:
+        known = [[token_id] for token_id in step.token_ids.tolist()]
+    parts: list[tuple[int, list[int], int, bool, Sequence[int], bool]] = [
         (row, token_ids, start, True, (), False)
         for row, token_ids, start in zip(step.decodes.tolist(), known, step.starts.tolist(), strict=True)
     ]

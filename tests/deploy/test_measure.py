@@ -34,7 +34,7 @@ def test_a_measured_profile_can_be_simulated(tiny: Path, tmp_path: Path) -> None
         num_threads=1,
         max_num_seqs=4,
         max_num_batched_tokens=64,
-        kv_cache_memory="16MiB",
+        kv_cache_memory=16 << 20,
     )
     profile = Meter(settings).profile()
     assert profile.timing.network.counts == (1, 2, 4, 8, 16, 32, 64)

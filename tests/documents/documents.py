@@ -62,9 +62,8 @@ class Summary:
                 f"{document.text!r}"
             )
         tokens = sum(document.num_tokens for document in self.documents)
-        counts = _counted(self.counts())
         yield (
-            f"documents: {len(self.documents)} over {len(CASES)} schemas: {counts}; "
+            f"documents: {len(self.documents)} over {len(CASES)} schemas: {_counted(self.counts())}; "
             f"{tokens} tokens in {self.seconds:.0f} s"
         )
 
@@ -166,13 +165,11 @@ _TIME = re.compile(
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.IGNORECASE | re.ASCII)
 
 
-@_FORMATS.checks("time")
 def _is_time(value: object) -> bool:
     """RFC 3339."""
     return not isinstance(value, str) or _TIME.fullmatch(value) is not None
 
 
-@_FORMATS.checks("date-time")
 def _is_date_time(value: object) -> bool:
     """RFC 3339."""
     if not isinstance(value, str):
@@ -180,12 +177,16 @@ def _is_date_time(value: object) -> bool:
     return _FORMATS.conforms(value[:10], "date") and value[10:11] in ("T", "t") and _is_time(value[11:])
 
 
-@_FORMATS.checks("hostname")
 def _is_hostname(value: object) -> bool:
     """RFC 1123."""
     return not isinstance(value, str) or (
         len(value) <= 253 and all(_LABEL.fullmatch(label) for label in value.split("."))
     )
+
+
+_FORMATS.checks("time")(_is_time)
+_FORMATS.checks("date-time")(_is_date_time)
+_FORMATS.checks("hostname")(_is_hostname)
 
 
 def fault_of(text: str, schema: dict[str, Any]) -> str | None:
@@ -195,5 +196,5 @@ def fault_of(text: str, schema: dict[str, Any]) -> str | None:
     except ValueError as error:
         return f"does not parse: {error}"
     except jsonschema.ValidationError as error:
-        return error.message
+        return str(error.message)
     return None

@@ -114,7 +114,7 @@ class Harness:
         hidden = self.runner.hidden_states(step)
         self.batch.changes.clear()
         self._advance(work)
-        return list(hidden.split([count for _, count in work]))
+        return list(torch.split(hidden, [count for _, count in work]))
 
     @torch.inference_mode()
     def logits(self, work: Sequence[tuple[TestSequence, int]]) -> list[torch.Tensor]:

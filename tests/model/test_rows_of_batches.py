@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from model.config.gemma3_config import layer_pattern
+from model.config.formats import layer_pattern
 from model.network.gemma3 import Gemma3
 from model.ops.cpu.backend import CpuOps
 from model.ops.cpu.weights import WeightStorage

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from model.checkpoint.open import open_checkpoint
-from model.config.gemma3_config import Gemma3Config, layer_pattern
+from model.config.formats import layer_pattern
+from model.config.gemma3_config import Gemma3Config
 from model.network.gemma3 import Gemma3
 from model.ops.interface import Ops
 from model.ops.reference import ReferenceOps

@@ -95,7 +95,7 @@ class RayServe:
 
     def num_running(self) -> int:
         status = serve.status().applications[DEPLOYMENT].deployments[DEPLOYMENT]
-        return status.replica_states.get("RUNNING", 0)
+        return int(status.replica_states.get("RUNNING", 0))
 
     def wait_for_replicas(self, count: int) -> None:
         """A dead replica runs in the eyes of Serve until it looks at it, but has no process."""

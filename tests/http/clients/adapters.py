@@ -198,8 +198,9 @@ class OpenAINode:
         outcome: dict[str, Any] = json.loads(line)
         if "error" in outcome:
             error = outcome["error"]
-            fields = (error.get(name) for name in ("status", "code", "param"))
-            refused = Refused(error["name"], *fields, error["message"])
+            refused = Refused(
+                error["name"], error.get("status"), error.get("code"), error.get("param"), error["message"]
+            )
             refused.chunks = outcome["chunks"]
             raise refused
         return outcome

@@ -129,10 +129,12 @@ def test_a_cpu_gets_no_graphs_and_a_new_cache_drops_them() -> None:
     ops = select_ops(torch.device("cpu"), torch.float32)
     harness = make_harness(make_model(ops), LiveHarness)
     harness.runner.capture_graphs(padded_sizes(MAX_NUM_SEQS), MAX_MODEL_LEN)
-    assert harness.runner._graphs is None
+    graphs_of_cpu = harness.runner._graphs
+    assert graphs_of_cpu is None
     device = RerunDevice()
     harness.runner.capture_graphs(padded_sizes(MAX_NUM_SEQS), MAX_MODEL_LEN, device)
-    assert harness.runner._graphs is not None
+    graphs_of_device = harness.runner._graphs
+    assert graphs_of_device is not None
     harness.runner.release_cache()
     assert harness.runner._graphs is None
 

@@ -80,7 +80,7 @@ class Steps:
             self.results += result.all()
             return result
 
-        runner.run = counted  # type: ignore[method-assign, assignment]  # of this one object
+        runner.run = counted  # type: ignore[method-assign]  # of this one object
 
 
 def test_weights_activations_and_what_else_is_there(model: Gemma3) -> None:
@@ -154,7 +154,7 @@ def test_a_step_that_does_not_fit_names_the_settings(model: Gemma3) -> None:
     def run(step: StepInput) -> StepResult:
         raise StepMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    runner.run = run  # type: ignore[method-assign, assignment]
+    runner.run = run  # type: ignore[method-assign]
     with pytest.raises(
         ConfigError, match=r"no room for its largest step.*--max-num-batched-tokens, --max-num-seqs"
     ):

@@ -56,7 +56,7 @@ class WaitedError(Exception):
     """The host needs a number that the device computes."""
 
 
-class _RefuseWaiting(TorchDispatchMode):
+class _RefuseWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is not typed
     is_armed = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,7 +69,7 @@ class _RefuseWaiting(TorchDispatchMode):
 def refusing_to_wait(ops: Any = None) -> Iterator[None]:
     """Whoever asks for a number of the device's gets an error, except within a draw of ``ops``: that is a
     backend's business."""
-    trap = _RefuseWaiting()
+    trap = _RefuseWaiting()  # type: ignore[no-untyped-call]
 
     def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
         def method(*arguments: Any) -> Any:
@@ -237,7 +237,8 @@ def test_rows_that_decode_give_in_every_step_what_chunks_of_a_token_give(
         each = zip(step.decodes.tolist(), step.starts.tolist(), step.token_ids.tolist(), strict=True)
         chunks = [SequenceChunk(row, [token_id], start, samples=True) for row, start, token_id in each]
         fresh.run(StepInput(step.batch, prefills=chunks))
-        compare(*batches, runner.spec)
+        by_row, of_chunks = batches
+        compare(by_row, of_chunks, runner.spec)
         num_steps += 1
         return result
 

@@ -4,6 +4,7 @@ disk, models load."""
 import errno
 import fcntl
 import logging
+import mmap
 import os
 import shutil
 import time
@@ -79,7 +80,7 @@ def test_weights_that_are_read_compute_the_same_bits(
     source = write_tiny_folder(tmp_path / "model") if model == "tied" else TINY_FOLDER / "head_separate"
     first = load(source, cache_in(tmp_path), quantization=quantization, dtype=dtype)
     restoring = open_checkpoint(str(source), progress=False)
-    restoring.tensors = pytest.fail  # type: ignore[method-assign, assignment]  # no weight of the checkpoint is read
+    restoring.tensors = pytest.fail  # type: ignore[method-assign]  # no weight of the checkpoint is read
     second = ModelRunner.load(
         restoring,
         dtype=dtype,
@@ -108,7 +109,11 @@ def test_a_damaged_entry_is_made_again(
         flipped = {"magic": 0, "header": 60, "weights": len(content) // 2, "length": 17}
         if name in flipped:
             content[flipped[name]] ^= 64
-        cut = {"empty": b"", "cut": content[:-4096], "longer": content + b"more"}
+        cut: dict[str, bytes | bytearray] = {
+            "empty": b"",
+            "cut": content[:-4096],
+            "longer": content + b"more",
+        }
         (tmp_path / "key.weights").write_bytes(cut.get(name, content))
     with caplog.at_level(logging.WARNING, logger="model.execution.weight_cache"):
         runner = load(TINY_FOLDER / NAME, cache_in(tmp_path))
@@ -122,7 +127,7 @@ def test_a_full_disk_costs_a_line_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(weight_cache_module.shutil, "disk_usage", lambda folder: usage._replace(free=1 << 20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=1 << 20))
     with caplog.at_level(logging.INFO, logger="model.execution.weight_cache"):
         load(TINY_FOLDER / NAME, cache_in(tmp_path))
     assert "only 1 MiB are free" in caplog.text
@@ -131,7 +136,7 @@ def test_a_full_disk_costs_a_line_and_leaves_nothing_behind(
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(weight_cache_module.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     load(TINY_FOLDER / NAME, cache_in(tmp_path))
     assert "cannot be kept" in caplog.text
     assert list(tmp_path.iterdir()) == []
@@ -180,7 +185,7 @@ def test_a_start_without_the_kernels_leaves_their_entry_alone(
 def test_weights_are_read_where_the_system_has_no_huge_pages(
     packed: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(weight_cache_module.mmap, "MADV_HUGEPAGE", 9999)
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999)
     cache = cache_in(packed)
     load(TINY_FOLDER / NAME, cache)
     assert "are not used" not in caplog.text

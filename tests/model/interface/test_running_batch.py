@@ -85,7 +85,8 @@ def test_tables_are_those_of_lists_and_changes_name_every_new_entry() -> None:
             assert not batch.blocks[:, row].any()
         elif batch.num_taken < 6:
             tables[batch.add([1], 1, GREEDY)] = ([], [])
-        rows, indices = [], []
+        rows: list[int] = []
+        indices: list[int] = []
         for row, (held, _) in tables.items():
             count = choose.randrange(3) if len(held) < 17 else 0
             rows += [row] * count

@@ -104,11 +104,11 @@ def test_rows_do_not_influence_each_other() -> None:
 
 def kinds(ops: QuantizedOps, rows: int, columns: int) -> dict[str, type[LinearWeight]]:
     weight = torch.randn(rows, columns)
-    return {role: type(ops.pack_linear(weight, role)) for role in ("qkv", "down", "head")}  # type: ignore[arg-type]
+    return {role: type(ops.pack_linear(weight, role)) for role in ("qkv", "down", "head")}
 
 
 def test_the_head_stays_as_it_is_and_so_does_what_has_no_whole_groups() -> None:
-    int8, fp8 = (QuantizedOps(CPU, torch.float32, kind) for kind in ("int8", "fp8"))  # type: ignore[arg-type]
+    int8, fp8 = (QuantizedOps(CPU, torch.float32, kind) for kind in ("int8", "fp8"))
     assert kinds(int8, 32, 20) == {"qkv": Int8Weight, "down": Int8Weight, "head": PlainWeight}
     assert kinds(fp8, 32, 48) == {"qkv": Fp8Weight, "down": Fp8Weight, "head": PlainWeight}
     assert kinds(fp8, 32, 20) == dict.fromkeys(("qkv", "down", "head"), PlainWeight)

@@ -45,7 +45,7 @@ class TwoRanks:
 
     def load(self, folder: Path, **arguments: str) -> ParallelRunner:
         checkpoint = open_checkpoint(str(folder), progress=False)
-        options = {"dtype": "float32", "device": "cpu", "num_threads": 1, **arguments}
+        options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "num_threads": 1, **arguments}
         runner = ParallelRunner.load_on(
             self.ranks, checkpoint, group=self.group, block_size=BLOCK_SIZE, progress=False, **options
         )
@@ -63,7 +63,7 @@ def two() -> Iterator[TwoRanks]:
 
 
 def load_alone(folder: Path, **arguments: str) -> ModelRunner:
-    options = {"dtype": "float32", "device": "cpu", **arguments}
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", **arguments}
     return ModelRunner.load(
         open_checkpoint(str(folder), progress=False),
         block_size=BLOCK_SIZE,
@@ -95,7 +95,7 @@ class RecordingHarness(Harness):
             return logits
 
         self.runner.model.logits = recording  # type: ignore[method-assign]
-        self.runner.model.greedy = lambda _: None  # type: ignore[method-assign]  # the long way, over logits
+        self.runner.model.greedy = lambda hidden: None  # type: ignore[method-assign]  # the long way, over logits
 
 
 def _plan_of(harness: Harness) -> KVCachePlan:

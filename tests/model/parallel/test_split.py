@@ -77,10 +77,10 @@ def test_every_query_head_stands_beside_the_kv_head_that_it_reads(kv_heads: int,
         queries = part.tensor("model.layers.0.self_attn.q_proj.weight", head_of_row)[
             :: config.head_dim, 0
         ].tolist()
-        keys = part.tensor(
+        rows = part.tensor(
             "model.layers.0.self_attn.k_proj.weight", head_of_row[: kv_heads * config.head_dim]
         )
-        keys = keys[:: config.head_dim, 0].tolist()
+        keys = rows[:: config.head_dim, 0].tolist()
         group = divided.num_attention_heads // divided.num_key_value_heads
         read = [keys[i // group] for i in range(len(queries))]
         assert read == [query // (4 // kv_heads) for query in queries]

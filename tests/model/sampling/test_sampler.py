@@ -291,7 +291,7 @@ def test_a_row_with_nothing_left_to_draw_is_an_error() -> None:
 def test_logprobs_are_raw_and_the_chosen_value_is_bit_equal_to_its_entry() -> None:
     logits = random_logits(1, scale=1.0)
     expected = logits[0].double().log_softmax(0)
-    edits = {
+    edits: dict[str, Any] = {
         "temperature": 0.3,
         "top_k": 20,
         "logit_bias": ((5, 3.0),),

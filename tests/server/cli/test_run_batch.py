@@ -56,7 +56,7 @@ def server() -> Iterator[LiveServer]:
         yield live
 
 
-MIXED = [
+MIXED: list[Any] = [
     line("text", prompt="Hello", max_tokens=3, temperature=0),
     line("chat", CHAT, messages=[{"role": "user", "content": "Hi"}], max_tokens=4),
     line("vector", EMBEDDINGS, input="Hello"),

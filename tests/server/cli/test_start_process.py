@@ -33,7 +33,7 @@ def test_nothing_is_collected_while_loading_and_what_was_loaded_never_is() -> No
         [sys.executable, "-c", PROGRAM], cwd=ROOT, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None
-        lines = []
+        lines: list[str] = []
         while "ready: serving" not in "".join(lines):
             lines.append(process.stderr.readline())
             assert lines[-1], "".join(lines)

@@ -28,7 +28,14 @@ from model.interface.sequence_chunk import (
 )
 from server.engine.core import EngineCore
 from server.engine.kv.kv_manager import KVCacheManager
-from server.engine.request import NO_ROW, EngineRequest, Request, RequestFailedError, TokenOutput
+from server.engine.request import (
+    NO_ROW,
+    EngineRequest,
+    Request,
+    RequestExpiredError,
+    RequestFailedError,
+    TokenOutput,
+)
 from server.engine.scheduler.scheduler import SchedulerConfig
 from tests.steps import StepSequence, sequences_of
 
@@ -42,9 +49,11 @@ def next_token(tokens: Sequence[int], seed: int = 0) -> int:
 
 def sum_of_states(tokens: Sequence[int], start: int = 0) -> npt.NDArray[np.float64]:
     """A stand-in for hidden states that tells every token, its position and how often it was counted."""
-    return np.array(
+    states = np.array(
         [[token, position * token, 1] for position, token in enumerate(tokens, start)], dtype=np.float64
-    ).sum(0)
+    )
+    total: npt.NDArray[np.float64] = states.sum(0)
+    return total
 
 
 class TableMirror:
@@ -316,7 +325,7 @@ class Harness:
             async_scheduling=async_scheduling,
         )
         self.outputs: dict[str, list[TokenOutput]] = {}
-        self.errors: dict[str, RequestFailedError] = {}
+        self.errors: dict[str, RequestFailedError | RequestExpiredError] = {}
         self.num_requests = 0
 
     def _clock(self) -> float:

@@ -142,12 +142,12 @@ def answers_of_one_batch(runner: ModelRunner, device: GraphDevice, *, ahead: boo
     core = make_core(runner, 2000, device, ahead=ahead)
     launch_ahead, num_ahead = core._launch_ahead, 0
 
-    def counted(launched: Any) -> Any:
+    def counted(step: StepInput) -> Any:
         nonlocal num_ahead
         if runner.ops.device.type == "cuda":
             torch.cuda.set_sync_debug_mode("error")
         try:
-            following = launch_ahead(launched)
+            following = launch_ahead(step)
         finally:
             if runner.ops.device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("default")

@@ -1,8 +1,11 @@
 """Schemas that were found to be sound."""
 
+from typing import Any
+
 from server.grammar.sound_schemas import SoundSchemas
 
-A, B, C = ({"properties": {name: {}}} for name in "abc")
+SCHEMAS: list[dict[str, Any]] = [{"properties": {name: {}}} for name in "abc"]
+A, B, C = SCHEMAS
 
 
 def test_known_by_their_content() -> None:

@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 
 from model.interface.grammar_state import GrammarState
-from server.grammar.compiler import GrammarCompiler
+from server.grammar.compiler import CompiledGrammar, GrammarCompiler
 from server.grammar.source import GrammarSource
 from server.text.tokenizer import Tokenizer
 from tests.fakes import END_OF_TURN, EOS, fake_tokenizer
@@ -95,7 +95,7 @@ def texts(source: GrammarSource, count: int = 20, max_tokens: int = 400) -> Iter
         yield tokenizer.decode(tokens, skip_special_tokens=False), ended
 
 
-def compile_source(source: GrammarSource, tokenizer: Tokenizer | None = None):  # type: ignore[no-untyped-def]
+def compile_source(source: GrammarSource, tokenizer: Tokenizer | None = None) -> CompiledGrammar:
     return GrammarCompiler(tokenizer or fake_tokenizer()).compile_now(source)
 
 

@@ -44,7 +44,8 @@ def test_text_has_no_colours_unless_on_a_terminal_that_wants_them() -> None:
 
 def test_json_is_one_object_per_line_with_fields_of_their_own() -> None:
     formatter = make_formatter("json", Terminal(), {})
-    line = formatter.format(record(**with_fields(outcome="stop", prompt_tokens=5, trace_id=None)))
+    extra: dict[str, Any] = with_fields(outcome="stop", prompt_tokens=5, trace_id=None)
+    line = formatter.format(record(**extra))
     entry = json.loads(line)
     timestamp = entry.pop("timestamp")
     assert timestamp.endswith("Z")

@@ -19,7 +19,7 @@ pytestmark = every_instruction_set
 
 # Softmax and sums in another order; in bfloat16 both sides round their result once, to neighbouring values at
 # worst.
-TOLERANCE = {
+TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
     torch.float32: {"rtol": 2e-5, "atol": 2e-6},
     torch.bfloat16: {"rtol": 2.0**-7, "atol": 2.0**-10},
 }

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from model.host.cache_dir import default_cache_dir
 from model.ops.cpu import build as cpu_build
 from model.ops.reference import ReferenceOps
 from model.ops.select import select_ops
@@ -200,4 +201,4 @@ def test_the_key_follows_sources_and_variant(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.slow
 def test_every_variant_compiles() -> None:
     for variant in cpu_build.VARIANTS:
-        assert cpu_build.build(variant, cpu_build.default_cache_dir()).exists()
+        assert cpu_build.build(variant, default_cache_dir()).exists()

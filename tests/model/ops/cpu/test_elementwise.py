@@ -1,5 +1,7 @@
 """Norms, GeGLU and the fused QK-norm, rotation and cache write equal the reference."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ pytestmark = every_instruction_set
 
 # float32: sums in another order and an exponential of our own, a few units in the last place each. bfloat16:
 # both sides round once or more, and may land on neighbouring values: two units of 2^-8.
-TOLERANCE = {
+TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
     torch.float32: {"rtol": 4e-6, "atol": 4e-6},
     torch.bfloat16: {"rtol": 2.0**-7, "atol": 2.0**-8},
 }

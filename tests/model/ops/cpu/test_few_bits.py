@@ -161,7 +161,7 @@ def test_what_5_bits_cannot_hold_stays_int8(weight: torch.Tensor) -> None:
 @pytest.mark.parametrize("wanted", ["int8", "int4"])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_a_weight_that_is_not_finite_shows(wanted: WeightStorage, poison: float) -> None:
-    for make in (q5_0, lambda *shape: random_case(1, *shape, torch.float32)[1]):
+    for make in (q5_0, lambda n, k: random_case(1, n, k, torch.float32)[1]):
         weight = make(70, 96)
         weight[5, 40] = poison
         x, _ = random_case(3, 70, 96, torch.float32)

@@ -132,7 +132,8 @@ def huge_weights(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def of_five_bits(x: torch.Tensor, weight: torch.Tensor) -> None:
-    weight[:] = q5_0(*weight.shape, weight.dtype)
+    out_features, in_features = weight.shape
+    weight[:] = q5_0(out_features, in_features, weight.dtype)
 
 
 ADVERSARIES = [

@@ -27,7 +27,8 @@ def operands(ops: Ops, dtype: torch.dtype, *, is_global: bool = False, seed: int
     generator = torch.Generator().manual_seed(seed)
 
     def weight(n: int, k: int) -> torch.Tensor:
-        return (torch.randn(n, k, generator=generator) * k**-0.5).to(dtype)
+        scale: float = k**-0.5
+        return (torch.randn(n, k, generator=generator) * scale).to(dtype)
 
     def scale(size: int) -> torch.Tensor:
         return torch.rand(size, generator=generator) + 0.5
@@ -79,9 +80,16 @@ def random_step(
     dtype: torch.dtype,
     cache_dtype: torch.dtype,
 ) -> tuple[State, Rotary, AttentionMetadata]:
-    sizes = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
     case = attention_case(
-        7, query_lens, context_lens, window=window, dtype=dtype, cache_dtype=cache_dtype, **sizes
+        7,
+        query_lens,
+        context_lens,
+        window=window,
+        dtype=dtype,
+        cache_dtype=cache_dtype,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
     )
     generator = torch.Generator().manual_seed(9)
     num_tokens = sum(query_lens)

@@ -48,7 +48,7 @@ def test_equals_the_exact_product_of_the_stored_weight(
 def test_large_batches_in_several_chunks_of_rows() -> None:
     x, weight = random_case(1000, 70, 700, torch.float32)
     for weights in ("float32", "bfloat16"):
-        ops = cpu_ops(torch.float32, weights)  # type: ignore[arg-type]
+        ops = cpu_ops(torch.float32, weights)
         stored = weight if weights == "float32" else weight.bfloat16()
         assert_product(ops.linear(x, ops.pack_linear(weight, "down")), x, weight, stored)
 

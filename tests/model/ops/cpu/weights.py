@@ -44,7 +44,8 @@ def q5_1(
     scales, places = torch.rand(2, *steps.shape[:2], 1, generator=generator)
     scales = (scales * 0.01 + 1e-4).half().float()
     minimum = (-32 * scales * places).half().float()
-    return (steps * scales + minimum).view(out_features, in_features).to(dtype)
+    weights: torch.Tensor = steps * scales + minimum
+    return weights.view(out_features, in_features).to(dtype)
 
 
 def q4_k(

@@ -15,7 +15,7 @@ collect_ignore_glob = [] if HAS_TRITON else ["test_*.py"]  # it is made for Linu
 
 
 def runs_on_device(config: pytest.Config) -> bool:
-    return config.getoption("markexpr") == "gpu"
+    return bool(config.getoption("markexpr") == "gpu")
 
 
 def pytest_configure(config: pytest.Config) -> None:

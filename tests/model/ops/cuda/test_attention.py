@@ -17,7 +17,7 @@ pytestmark = on_device
 # float32: a score of up to 15 is a sum of up to 256 products in another order, off by a few 2^-21, and a
 # weight is so relative to itself. bfloat16: both sides round their result once, to neighbouring values at
 # worst.
-TOLERANCE = {
+TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
     torch.float32: {"rtol": 2e-5, "atol": 1e-5},
     torch.bfloat16: {"rtol": 2.0**-7, "atol": 2.0**-10},
 }

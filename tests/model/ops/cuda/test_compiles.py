@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from model.ops.cuda.triton.common import INTERPRETED
 from model.ops.cuda.triton.paged_attention import Device
 from model.ops.reference import ReferenceOps
 from model.ops.select import select_ops
-from tests.model.ops.cuda.harness import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a device compiles them anyway")
 

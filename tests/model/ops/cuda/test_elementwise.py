@@ -1,5 +1,7 @@
 """Norms, GeGLU and the fused QK-norm, rotation and cache write equal the reference."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ pytestmark = on_device
 
 # float32: sums in another order and another exponential, a few units in the last place each. bfloat16: both
 # sides round once or more, and may land on neighbouring values: two units of 2^-8.
-TOLERANCE = {
+TOLERANCE: dict[torch.dtype, dict[str, Any]] = {
     torch.float32: {"rtol": 4e-6, "atol": 4e-6},
     torch.bfloat16: {"rtol": 2.0**-7, "atol": 2.0**-8},
 }
@@ -90,7 +92,9 @@ def test_rope_and_cache_write_equal_the_reference(
             (both[:, 0], both[:, 1]) if interleaved else (both[:, 0].contiguous(), both[:, 1].contiguous())
         )
         values = [tensor.to(ops.device) for tensor in (qkv, q_scale, k_scale, angles.cos(), angles.sin())]
-        query = ops.qk_norm_rope_cache_write(*values, *caches, slots.to(ops.device), 1e-6)
+        q, qs, ks, cos, sin = values
+        keys, vals = caches
+        query = ops.qk_norm_rope_cache_write(q, qs, ks, cos, sin, keys, vals, slots.to(ops.device), 1e-6)
         results.append([tensor.cpu() for tensor in (query, *caches)])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, **TOLERANCE[dtype])
@@ -105,7 +109,10 @@ def test_a_token_without_a_slot_writes_nothing() -> None:
         tensor.to(DEVICE)
         for tensor in (randn(2, 48), torch.ones(16), torch.ones(16), randn(2, 8), randn(2, 8))
     ]
-    ops.qk_norm_rope_cache_write(*values, *caches, torch.tensor([5, -1], device=DEVICE), 1e-6)
+    q, qs, ks, cos, sin = values
+    keys, vals = caches
+    slots = torch.tensor([5, -1], device=DEVICE)
+    ops.qk_norm_rope_cache_write(q, qs, ks, cos, sin, keys, vals, slots, 1e-6)
     for cache in caches:
         written = (cache.view(12, 16) != -7.0).all(-1)
         assert written.nonzero()[:, 0].tolist() == [5]

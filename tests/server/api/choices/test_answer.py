@@ -39,11 +39,12 @@ def test_a_stream_begins_with_the_role_and_ends_with_done() -> None:
 
 
 def test_usage_is_null_until_its_own_chunk_unless_it_is_continuous() -> None:
-    said = answer(StreamOptions(include_usage=True))
+    said = answer(StreamOptions.model_validate({"include_usage": True}))
     assert [chunk["usage"] for chunk in chunks(said.chunks(event("a", first=True), usage()))] == [None, None]
     end = chunks(said.end(usage(prompt=3, completion=2)))
     assert (end[0]["choices"], end[0]["usage"]["total_tokens"], end[1]) == ([], 5, "[DONE]")
-    continuous = answer(StreamOptions(include_usage=True, continuous_usage_stats=True))
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    continuous = answer(StreamOptions.model_validate(options))
     shown = chunks(continuous.chunks(event("a", first=True), usage(completion=7)))
     assert shown[-1]["usage"]["completion_tokens"] == 7
 

@@ -207,7 +207,8 @@ def test_the_last_request_of_all_ends_and_leaves_nothing() -> None:
     (request,) = first_decode(engine, count=1, stop_token_ids=frozenset({tokens[12]}))
     while not engine.outputs[request] or engine.finish_reason(request) is None:
         engine.step()
-    assert engine.core.has_work, "a step is under way"
+    is_under_way = engine.core.has_work
+    assert is_under_way
     assert engine.core.stats.num_running == 0
     engine.step()
     assert not engine.core.has_work
@@ -280,7 +281,8 @@ def test_steps_stay_ahead_while_others_queue_behind_what_cannot_be_admitted(full
 
 
 def test_whatever_waits_while_steps_are_ahead_could_not_be_admitted() -> None:
-    plan, limits = random_plan(4), {"num_global_blocks": 24, "max_num_seqs": 30}
+    plan = random_plan(4)
+    limits: dict[str, Any] = {"num_global_blocks": 24, "max_num_seqs": 30}
     engine = ahead(**limits)
     scheduler, num_waited = engine.core.scheduler, 0
     schedule_ahead = scheduler._schedule_ahead

@@ -1,5 +1,7 @@
 """Rows that decode together as arrays: what happens to one of them leaves the others as they are."""
 
+from typing import Any
+
 import pytest
 
 from model.interface.sequence_chunk import NOT_FINITE, StepInput, StepResult
@@ -62,7 +64,7 @@ def test_a_step_without_memory_for_all_is_run_in_parts() -> None:
 
 
 @pytest.mark.parametrize("odd", [{"logprobs": 1}, {"presence_penalty": 0.5}, {"min_tokens": 3}])
-def test_one_that_wants_more_than_its_token_sends_all_the_general_way(odd: dict[str, float]) -> None:
+def test_one_that_wants_more_than_its_token_sends_all_the_general_way(odd: dict[str, Any]) -> None:
     engine = Harness()
     requests = decoding(engine)
     other = engine.add(prompt(7, 7), max_tokens=10, **odd)

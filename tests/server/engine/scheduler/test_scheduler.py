@@ -147,7 +147,7 @@ def test_preempted_requests_resume_with_the_same_tokens_logprobs_and_counts() ->
             assert [getattr(o, field) for o in engine.outputs[request]] == [
                 getattr(o, field) for o in alone[i]
             ]
-    assert any(engine.outputs[r][-1].timings.num_preemptions for r in requests)  # type: ignore[union-attr]
+    assert any(engine.outputs[r][-1].timings.num_preemptions for r in requests)
 
 
 def test_two_long_prompts_do_not_evict_each_other_for_ever() -> None:

@@ -170,7 +170,7 @@ class AheadMachine(EngineMachine):
 
 
 def walk(machine: type[EngineMachine] = EngineMachine, examples: int = EXAMPLES) -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         machine,
         settings=settings(
             max_examples=examples,
