@@ -84,11 +84,11 @@ def check_health(container: Container) -> None:
     passed(f"its own health check says {probe.stdout.strip()}")
 
 
-def status_of(method: str, url: str, body: dict[str, Any] | None = None) -> int | None:
+def status_of(client: httpx.Client, method: str, path: str, body: dict[str, Any] | None = None) -> int | None:
     """Of the answer to a request on a connection of its own; None where the server takes no connection any
     more."""
     try:
-        return httpx.request(method, url, json=body, timeout=60).status_code
+        return client.request(method, path, json=body, headers={"connection": "close"}).status_code
     except (
         httpx.NetworkError,
         httpx.RemoteProtocolError,
@@ -110,17 +110,20 @@ def check_drain(container: Container, client: httpx.Client) -> None:
     that is under way then ends complete, and the process with 0."""
     body = {"prompt": "once", "max_tokens": STREAM_TOKENS, "temperature": 0, "ignore_eos": True}
     streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
-    url = str(client.base_url).rstrip("/")
-    assert status_of("POST", f"{url}/v1/completions", body | {"max_tokens": 1}) == 200
-    with client.stream("POST", "/v1/completions", json=streamed) as response:
+    short = body | {"max_tokens": 1}
+    assert client.post("/v1/completions", json=short).status_code == 200
+    with (
+        client.stream("POST", "/v1/completions", json=streamed) as response,
+        httpx.Client(base_url=client.base_url, timeout=60) as other,
+    ):
         assert response.status_code == 200, response.read()
         lines = response.iter_lines()
         received = [next(lines)]
         container.terminate()
         deadline = time.monotonic() + 300
-        while status_of("GET", f"{url}/health/ready") == 200:
+        while status_of(other, "GET", "/health/ready") == 200:
             assert time.monotonic() < deadline, "SIGTERM does not reach the server"
-        refusal = status_of("POST", f"{url}/v1/completions", body | {"max_tokens": 1})
+        refusal = status_of(other, "POST", "/v1/completions", short)
         assert refusal in (503, None), f"a request after SIGTERM got {refusal}"
         metrics = httpx.get(metrics_address(container), timeout=60).text.splitlines()
         assert "gemserve_draining 1.0" in metrics

@@ -4,6 +4,7 @@ read-only, /cache an empty file system in memory. What is started (user, variabl
 image's own configuration. The network is this machine's."""
 
 import contextlib
+import os
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,7 +91,7 @@ class Container:
         return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
     def terminate(self) -> None:
-        subprocess.run(["kill", f"-{int(signal.SIGTERM)}", str(self.first_process)], check=True)
+        os.kill(self.first_process, signal.SIGTERM)
 
     def wait(self, seconds: float) -> int:
         assert self._process is not None
