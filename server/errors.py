@@ -7,7 +7,9 @@ traceback, a path of the server, or more than a bounded piece of what the client
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
+
+from typing_extensions import TypedDict
 
 MAX_MESSAGE_CHARACTERS = 1000
 MAX_PARAM_CHARACTERS = 200
@@ -26,6 +28,17 @@ Rejection = Literal[
     "too_large",
 ]
 REJECTIONS: tuple[Rejection, ...] = Rejection.__args__  # type: ignore[attr-defined]
+
+
+class ErrorDetail(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(TypedDict):
+    error: ErrorDetail
 
 
 def shorten(text: str, limit: int) -> str:
@@ -51,7 +64,7 @@ class ApiError(Exception):
     def __str__(self) -> str:
         return self.message
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> ErrorResponse:
         param = None if self.param is None else shorten(self.param, MAX_PARAM_CHARACTERS)
         message = shorten(self.message, MAX_MESSAGE_CHARACTERS)
         return {"error": {"message": message, "type": self.type, "param": param, "code": self.code}}

@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 
@@ -20,6 +20,8 @@ from server.observability.metrics import Metrics
 from server.observability.tracing import RequestTracer
 from server.settings.settings import Settings
 from server.version import __version__
+
+Status = Literal["ok", "loading", "stalled", "draining", "dead"]
 
 # Two prompts at a time are encoded outside the event loop; more threads would only take cores from the model.
 ENCODING_THREADS = 2
@@ -70,8 +72,7 @@ class ServerState:
         return self.status == "ok"
 
     @property
-    def status(self) -> str:
-        """ok, loading, stalled, draining or dead."""
+    def status(self) -> Status:
         if self.is_dead:
             return "dead"
         if self.is_stopping:

@@ -73,48 +73,48 @@ RULES: Mapping[str, str] = {
         "server/settings server/version.py"
     ),
     "server/version.py": "",
-    "server/api": "",
+    "server/api": "server/api/generation server/errors.py server/http",
     "server/api/generation": (
         "model/interface server/admission.py server/engine server/errors.py server/grammar server/http "
         "server/loading server/observability server/settings server/state.py server/text "
         "server/text/template server/text/tool_calls starlette"
     ),
-    "server/api/schemas": "server/api/generation",
-    "server/api/choices": "server/api/generation server/errors.py server/http",
+    "server/api/choices": "server/api/generation server/errors.py server/http server/observability",
     "server/api/completions": (
-        "fastapi server/api/choices server/api/generation server/api/schemas "
-        "server/errors.py server/text starlette"
+        "fastapi server/api server/api/choices server/api/generation server/engine server/errors.py "
+        "server/text starlette"
     ),
     "server/api/chat": (
-        "fastapi server/api/choices server/api/generation server/api/schemas "
-        "server/errors.py server/text server/text/tool_calls starlette"
+        "fastapi server/api server/api/choices server/api/generation server/errors.py server/text "
+        "server/text/tool_calls starlette"
     ),
     "server/api/responses": (
-        "fastapi server/api/generation server/api/schemas server/errors.py "
+        "fastapi server/api server/api/generation server/errors.py "
         "server/grammar server/http server/state.py server/text server/text/template "
         "server/text/tool_calls starlette"
     ),
     "server/api/messages": (
-        "fastapi server/api/chat server/api/generation server/api/schemas "
+        "fastapi server/api server/api/chat server/api/generation "
         "server/errors.py server/http server/loading server/state.py server/text/tool_calls starlette"
     ),
     "server/api/decisions": (
-        "fastapi model/interface server/api/generation server/api/responses "
-        "server/api/schemas server/errors.py server/http server/loading server/state.py server/text "
+        "fastapi model/interface server/api server/api/generation server/api/responses "
+        "server/errors.py server/http server/loading server/state.py server/text "
         "server/text/template starlette"
     ),
     "server/api/embeddings": (
-        "fastapi model/interface server/api/generation server/api/schemas "
-        "server/errors.py server/http server/loading starlette"
+        "fastapi model/interface server/api server/api/generation server/errors.py server/http "
+        "server/loading server/state.py starlette"
     ),
     "server/api/tokenize": (
-        "fastapi server/admission.py server/api/generation server/api/schemas server/errors.py server/http "
+        "fastapi server/admission.py server/api server/api/generation server/errors.py server/http "
         "server/loading server/state.py server/text starlette"
     ),
     "server/api/meta": (
-        "fastapi server/api/chat server/api/completions server/api/decisions server/api/embeddings "
-        "server/api/messages server/api/responses server/api/schemas server/api/tokenize server/errors.py "
-        "server/http server/settings server/state.py server/version.py starlette"
+        "fastapi server/api server/api/chat server/api/completions server/api/decisions "
+        "server/api/embeddings server/api/generation server/api/messages server/api/responses "
+        "server/api/tokenize server/errors.py server/http server/settings server/state.py "
+        "server/version.py starlette"
     ),
     "server/batch": "model/host model/interface server/app.py server/engine server/errors.py server/settings",
     "server/bench": "model/bench model/interface server/engine server/engine/kv "

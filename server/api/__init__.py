@@ -1,1 +1,1 @@
-"""Routes and wire schemas, a folder for each endpoint. Never imports torch."""
+"""Routes, bodies and answers, a folder for each endpoint. Never imports torch."""

@@ -1,10 +1,11 @@
 """The answer to a request that failed, in the form of the API that was asked: Anthropic's from /v1/messages
 on, OpenAI's elsewhere."""
 
-from typing import Any
+from typing import Literal
 
 from starlette.responses import Response
 from starlette.types import Scope
+from typing_extensions import TypedDict
 
 from server.errors import MAX_MESSAGE_CHARACTERS, ApiError, shorten
 from server.http.context import REQUEST_ID_KEY
@@ -23,23 +24,37 @@ _TYPES = {
 }
 
 
+class MessagesErrorDetail(TypedDict):
+    type: str
+    message: str
+
+
+class MessagesErrorResponse(TypedDict):
+    type: Literal["error"]
+    error: MessagesErrorDetail
+    request_id: str
+
+
+class MessageErrorEvent(TypedDict):
+    """A fault after the first token."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail
+
+
 def is_messages_path(path: str) -> bool:
     """Whether a client of Anthropic's API speaks."""
     return path == _MESSAGES_PATH or path.startswith(_MESSAGES_PATH + "/")
 
 
-def messages_error(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
+def messages_error(error: ApiError) -> MessageErrorEvent:
     kind = _TYPES.get(error.status, "invalid_request_error")
-    body = {
-        "type": "error",
-        "error": {"type": kind, "message": shorten(error.message, MAX_MESSAGE_CHARACTERS)},
-    }
-    return body if request_id is None else {**body, "request_id": request_id}
+    message = shorten(error.message, MAX_MESSAGE_CHARACTERS)
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def error_answer(scope: Scope, error: ApiError) -> Response:
     if not is_messages_path(scope["path"]):
         return error_response(error)
-    return JsonResponse(
-        messages_error(error, scope[REQUEST_ID_KEY].value), error.status, dict(error.headers or {})
-    )
+    body: MessagesErrorResponse = {**messages_error(error), "request_id": scope[REQUEST_ID_KEY].value}
+    return JsonResponse(body, error.status, dict(error.headers or {}))

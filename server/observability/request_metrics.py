@@ -9,6 +9,8 @@ import math
 import time
 from collections.abc import Mapping
 
+from typing_extensions import TypedDict
+
 from server.engine.request import RequestTimings, TokenOutput
 from server.errors import Rejection
 from server.observability.logs import with_fields
@@ -73,6 +75,14 @@ class ChoiceRecord:
                 self._metrics.time_per_output_token.observe(seconds / (self._num_tokens - 1))
 
 
+class Timings(TypedDict):
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+    prefill_tokens_per_second: float | None
+    decode_tokens_per_second: float | None
+
+
 class PhaseTimes:
     """The phases of a whole request: until the first of its choices ran, until the first token, until the
     last output. They follow each other, so that their sum is the request's time in the engine, however many
@@ -108,17 +118,19 @@ class PhaseTimes:
             f"{phase.name};dur={1000 * (phase.ended - phase.began):.3f}" for phase in self.phases()
         )
 
-    def wire(self) -> dict[str, float | None]:
-        """The object ``timings`` of an answer. A rate is null where nothing was computed."""
-        seconds = {phase.name: phase.ended - phase.began for phase in self.phases()}
+    def wire(self) -> Timings:
+        """The object ``timings`` of an answer that has begun. A rate is null where nothing was computed."""
+        queue, prefill, decode = (phase.ended - phase.began for phase in self.phases())
 
-        def rate(num_tokens: int, phase: str) -> float | None:
-            return round(num_tokens / seconds[phase], 3) if num_tokens and seconds[phase] > 0 else None
+        def rate(num_tokens: int, seconds: float) -> float | None:
+            return round(num_tokens / seconds, 3) if num_tokens and seconds > 0 else None
 
         return {
-            **{f"{name}_ms": round(1000 * duration, 3) for name, duration in seconds.items()},
-            "prefill_tokens_per_second": rate(self._num_prefilled, "prefill"),
-            "decode_tokens_per_second": rate(self._num_decoded, "decode"),
+            "queue_ms": round(1000 * queue, 3),
+            "prefill_ms": round(1000 * prefill, 3),
+            "decode_ms": round(1000 * decode, 3),
+            "prefill_tokens_per_second": rate(self._num_prefilled, prefill),
+            "decode_tokens_per_second": rate(self._num_decoded, decode),
         }
 
 

@@ -9,7 +9,7 @@ import time
 import httpx
 import pytest
 
-from server.api.choices.answer import ChoiceAnswer
+from server.api.completions.answer import CompletionAnswer
 from server.engine import async_engine
 from server.engine.request import EngineHungError
 from tests.fakes import BOS, CRASH, HANG, HUNGRY, POISON, FakeRunner, fake_engine_factory
@@ -69,7 +69,7 @@ def test_a_lack_of_memory_fails_what_does_not_fit_and_nothing_else_in_the_step(n
 def test_an_answer_that_cannot_be_written_counts_as_an_error(
     server: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: ChoiceAnswer, *args: object) -> bytes:
+    def broken(self: CompletionAnswer, *args: object) -> bytes:
         raise ValueError("injected")
 
     def failed(stream: str) -> float:
@@ -77,8 +77,8 @@ def test_an_answer_that_cannot_be_written_counts_as_an_error(
 
     before = failed("false"), failed("true")
     with monkeypatch.context() as patches:
-        patches.setattr(ChoiceAnswer, "collect", broken)
-        patches.setattr(ChoiceAnswer, "chunks", broken)
+        patches.setattr(CompletionAnswer, "collect", broken)
+        patches.setattr(CompletionAnswer, "chunks", broken)
         response = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 200})
         assert response.status_code == 500
         assert error_of(response)["code"] == "internal_error"

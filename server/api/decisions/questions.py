@@ -1,13 +1,11 @@
-"""A typed question as the model sees it, and its answer. The options are listed under labels of one token
-each; how likely the model is to begin its answer with each of the labels, and no other token, is the
-distribution over the options. Pure: no I/O."""
+"""A typed question as the model sees it. The options are listed under labels of one token each; how likely
+the model is to begin its answer with each of the labels, and no other token, is the distribution over the
+options. Pure: no I/O."""
 
 import itertools
-import math
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from server.api.decisions.request import DecisionQuestion
 from server.errors import ApiError, invalid_value, missing_parameter
@@ -98,32 +96,3 @@ def _shown(value: str | bool) -> str:
 
 def _too_few_tokens(param: str) -> ApiError:
     return invalid_value(param, "the vocabulary of this model has too few short tokens for so many options")
-
-
-def probabilities(logprobs: Sequence[float]) -> list[float]:
-    """Of the options alone: their log-probabilities, normalised."""
-    highest = max(logprobs)
-    weights = [math.exp(value - highest) for value in logprobs]
-    total = sum(weights)
-    return [weight / total for weight in weights]
-
-
-def answer(question: DecisionQuestion, found: Sequence[float]) -> dict[str, Any]:
-    """``found``: the probability of each option."""
-    head = {"type": question.type, "name": question.name}
-    best = max(range(len(found)), key=lambda index: found[index])
-    if question.type == "predicate":
-        return {**head, "probability": found[0]}
-    if question.type == "choice":
-        values = [choice.value for choice in question.choices or ()]
-        listed = [
-            {"value": value, "probability": probability}
-            for value, probability in zip(values, found, strict=True)
-        ]
-        return {**head, "choice": values[best], "confidence": found[best], "probabilities": listed}
-    levels = [
-        {"label": level.label, "value": value, "probability": probability}
-        for value, (level, probability) in enumerate(zip(question.levels or (), found, strict=True))
-    ]
-    score = sum(value * probability for value, probability in enumerate(found))
-    return {**head, "score": score, "confidence": found[best], "probabilities": levels}

@@ -1,24 +1,20 @@
-"""What every endpoint that generates does with a request: read, check, plan, run, answer. Only plan and
-answer differ."""
+"""What every endpoint that generates does with a request: read, check, plan, run, answer. An API brings the
+type of its body, its plan and its answer."""
 
 import time
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import ClassVar, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import anyio
 from starlette.requests import Request
 from starlette.responses import Response
 
 from server.admission import BodyTicket
-from server.api.generation.event_stream import (
-    KEEP_ALIVE_SECONDS,
-    Answer,
-    EventStreamResponse,
-    collected_response,
-)
+from server.api.generation.answer import Answer, StreamedAnswer
+from server.api.generation.event_stream import KEEP_ALIVE_SECONDS, EventStreamResponse
 from server.api.generation.plan import GenerationPlan, Intake
 from server.api.generation.request import GenerationBody
 from server.api.generation.run import ChoiceEvent, GenerationRun
@@ -33,27 +29,22 @@ from server.observability.tracing import PROPAGATION_HEADERS
 from server.state import ServerState
 
 Body = TypeVar("Body", bound=GenerationBody)
-Headers = dict[str, str]
 
 
-class GenerationEndpoint(ABC, Generic[Body]):
-    """One API that generates: a request from its arrival to its answer. A subclass for each."""
+@dataclass(frozen=True, slots=True)
+class GenerationEndpoint(Generic[Body]):
+    """One API that generates: a request from its arrival to its answer.
 
-    name: ClassVar[str]  # in metrics and traces
-    id_prefix: ClassVar[str]
+    ``name``: in metrics and traces. ``plan``: what a body comes to, checked, with constraints compiled,
+    prompts encoded and defaults filled in; raises ApiError that names the field. ``answer``: what turns the
+    events of a run of the plan into bytes; a ``StreamedAnswer`` unless the plan refuses ``stream``.
+    """
+
+    name: str
+    id_prefix: str
     body_type: type[Body]
-
-    @abstractmethod
-    async def plan(self, intake: Intake, body: Body) -> GenerationPlan:
-        """What the request comes to: checked, constraints compiled, prompts encoded, defaults filled in.
-        Raises ApiError that names the field."""
-
-    @abstractmethod
-    async def respond(
-        self, intake: Intake, run: GenerationRun, body: Body, head: ResponseHead, headers: Headers
-    ) -> Response:
-        """The answer in one piece, when the run is over; or a stream that has begun, which closes the run at
-        its end."""
+    plan: Callable[[Intake, Body], Awaitable[GenerationPlan]]
+    answer: Callable[[Intake, GenerationPlan, Body, ResponseHead], Answer]
 
     async def handle(self, request: Request) -> Response:
         state = state_of(request)
@@ -102,15 +93,21 @@ class GenerationEndpoint(ABC, Generic[Body]):
                 raise
             run.start(request.receive)
             try:
-                response = await self.respond(intake, run, body, head, headers)
+                answer = self.answer(intake, plan, body, head)
+                if body.stream:
+                    assert isinstance(answer, StreamedAnswer)
+                    return await _begun_stream(run, answer, state, headers)
+                while (event := await run.next_event()) is not None:
+                    answer.collect(event)
+                content = await answer.written(run.usage)
             except BaseException as error:
                 if isinstance(error, Exception):
                     run.fail()
                 await run.close()
                 raise
-            if not body.stream:
-                await run.close()
-                response.headers.update(record.timing_headers())
+            await run.close()
+            response = Response(content, media_type="application/json", headers=headers)
+            response.headers.update(record.timing_headers())
             return response
 
     async def _plan_in_time(self, intake: Intake, body: Body, deadline: Deadline) -> GenerationPlan:
@@ -122,24 +119,8 @@ class GenerationEndpoint(ABC, Generic[Body]):
             raise request_timeout() from None
 
 
-class AnsweringEndpoint(GenerationEndpoint[Body]):
-    """One whose answer may be a stream."""
-
-    @abstractmethod
-    def answer(self, intake: Intake, plan: GenerationPlan, body: Body, head: ResponseHead) -> Answer:
-        """What turns the events of a run of the plan into bytes."""
-
-    async def respond(
-        self, intake: Intake, run: GenerationRun, body: Body, head: ResponseHead, headers: Headers
-    ) -> Response:
-        answer = self.answer(intake, run.plan, body, head)
-        if body.stream:
-            return await _stream(run, answer, intake.state, headers)
-        return await collected_response(run, answer, headers)
-
-
-async def _stream(
-    run: GenerationRun, answer: Answer, state: ServerState, headers: dict[str, str]
+async def _begun_stream(
+    run: GenerationRun, answer: StreamedAnswer, state: ServerState, headers: dict[str, str]
 ) -> Response:
     """Waits for the first token, so that what fails before it is an HTTP error; after a while the stream
     begins without one."""
@@ -148,9 +129,6 @@ async def _stream(
         first = await run.next_event(KEEP_ALIVE_SECONDS)
     except TimeoutError:
         first = None
-    except BaseException:
-        await run.close()
-        raise
     return EventStreamResponse(run, answer, first, state.metrics, headers)
 
 

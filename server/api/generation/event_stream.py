@@ -1,15 +1,13 @@
-"""Sends what a run yields: collected into one JSON answer, or as server-sent events. Either way the run is
-closed at the end."""
+"""Sends what a run yields as server-sent events, and closes the run at the end."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.api.generation.run import ChoiceEvent, GenerationRun, Usage
+from server.api.generation.answer import StreamedAnswer
+from server.api.generation.run import ChoiceEvent, GenerationRun
 from server.errors import ApiError, ClientDisconnectedError
-from server.http.json_response import JsonResponse
 from server.observability.metrics import Metrics
 
 # An idle stream says so, so that no proxy takes it for dead.
@@ -23,27 +21,6 @@ STREAM_HEADERS = {
 }
 
 
-class Answer(Protocol):
-    """What an endpoint says of a run: ``chunks`` of a stream until its ``end`` or ``failure``, or one
-    ``collected`` body. ``usage`` is that of the run so far."""
-
-    def chunks(self, event: ChoiceEvent, usage: Usage) -> bytes: ...
-
-    def end(self, usage: Usage) -> bytes: ...
-
-    def failure(self, error: ApiError, usage: Usage) -> bytes: ...
-
-    def collect(self, event: ChoiceEvent) -> None: ...
-
-    def collected(self, usage: Usage) -> dict[str, Any]: ...
-
-
-async def collected_response(run: GenerationRun, answer: Answer, headers: Mapping[str, str]) -> Response:
-    while (event := await run.next_event()) is not None:
-        answer.collect(event)
-    return JsonResponse(answer.collected(run.usage), headers=dict(headers))
-
-
 class EventStreamResponse(Response):
     """Sends the events of a run that has begun. ``first`` is its first event, None when there was none
     yet."""
@@ -51,7 +28,7 @@ class EventStreamResponse(Response):
     def __init__(
         self,
         run: GenerationRun,
-        answer: Answer,
+        answer: StreamedAnswer,
         first: ChoiceEvent | None,
         metrics: Metrics,
         headers: Mapping[str, str],

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from starlette.types import Receive
+from typing_extensions import TypedDict
 
 from model.interface.sampling_params import SamplingParams
 from model.interface.sequence_chunk import TokenLogprobs
@@ -69,6 +70,17 @@ class ChoiceEvent:
         return "".join(part for part in self.parts if isinstance(part, str))
 
 
+class PromptTokensDetails(TypedDict):
+    cached_tokens: int
+
+
+class UsageSchema(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
 @dataclass(slots=True)
 class Usage:
     """Tokens and times of the whole request so far. A prompt counts once, whatever n is. ``is_over``: no
@@ -80,7 +92,7 @@ class Usage:
     phases: PhaseTimes = field(default_factory=PhaseTimes)
     is_over: bool = False
 
-    def wire(self) -> dict[str, object]:
+    def wire(self) -> UsageSchema:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,

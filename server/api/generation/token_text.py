@@ -3,7 +3,8 @@ entries."""
 
 import codecs
 from collections.abc import Callable, Sequence
-from typing import Any
+
+from typing_extensions import TypedDict
 
 from model.interface.sequence_chunk import TokenLogprobs
 from server.text.tokenizer import Tokenizer
@@ -12,6 +13,33 @@ from server.text.tokenizer import Tokenizer
 LEAST_LOGPROB = -9999.0
 
 TokenName = Callable[[int], str]
+
+
+class LegacyLogprobsSchema(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TopLogprob(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class PromptLogprob(TypedDict):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# One entry per token of the prompt, by token id; null for the first.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 def wire_logprob(value: float) -> float:
@@ -26,29 +54,25 @@ def token_namer(tokenizer: Tokenizer, as_ids: bool) -> TokenName:
 
 def chat_entry(
     tokenizer: Tokenizer, name: TokenName, token: TokenLogprobs, num_top: int | None
-) -> dict[str, Any]:
+) -> ChatTokenLogprob:
     """``num_top`` None: all alternatives. ``bytes`` are the token's own, so that all of them joined are the
     exact output even where a character spans tokens."""
-    entry = _token_entry(tokenizer, name, token.token_id, token.logprob)
-    entry["top_logprobs"] = [
-        _token_entry(tokenizer, name, token_id, logprob) for token_id, logprob in token.top[:num_top]
-    ]
-    return entry
+    top = [_token_entry(tokenizer, name, token_id, logprob) for token_id, logprob in token.top[:num_top]]
+    return {**_token_entry(tokenizer, name, token.token_id, token.logprob), "top_logprobs": top}
 
 
-def _token_entry(tokenizer: Tokenizer, name: TokenName, token_id: int, logprob: float) -> dict[str, Any]:
+def _token_entry(tokenizer: Tokenizer, name: TokenName, token_id: int, logprob: float) -> TopLogprob:
     raw = tokenizer.token_bytes(token_id)
     return {"token": name(token_id), "logprob": wire_logprob(logprob), "bytes": list(raw) or None}
 
 
-def prompt_entries(
-    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], num_top: int
-) -> list[dict[str, Any] | None]:
+def prompt_entries(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], num_top: int) -> PromptLogprobs:
     """vLLM's prompt_logprobs: null for the first token, then for each the token itself and the likeliest, by
     token id."""
-    entries: list[dict[str, Any] | None] = [None]
+    entries: PromptLogprobs = [None]
     for token in logprobs:
         top = token.top[:num_top]
+        assert token.rank is not None, "tokens of a prompt come with their rank"
         ranked = [(token.token_id, token.logprob, token.rank)]
         # Equal values share a rank, as they do where the token itself is ranked.
         ranked += [
@@ -82,13 +106,13 @@ class LegacyLogprobs:
 
     def prompt(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], text: str, shows_control: bool
-    ) -> dict[str, Any]:
+    ) -> LegacyLogprobsSchema:
         """Entries of an echoed prompt. Its first token has no log-probability: nothing stands before it.
 
         ``shows_control``: the text is what the client wrote, so that literals of control tokens are part of
         it.
         """
-        lists = empty_legacy()
+        lists = joined_legacy([])
         for position, token_id in enumerate(token_ids):
             is_added_bos = (
                 position == 0 and token_id == self._tokenizer.bos_token_id and not self._starts_with_bos(text)
@@ -108,15 +132,20 @@ class LegacyLogprobs:
         self._decoder.reset()
         self._offset = len(text)
 
-    def generated(self, logprobs: Sequence[TokenLogprobs], all_alternatives: bool) -> dict[str, Any]:
-        lists = empty_legacy()
+    def generated(self, logprobs: Sequence[TokenLogprobs], all_alternatives: bool) -> LegacyLogprobsSchema:
+        lists = joined_legacy([])
         for token in logprobs:
             num_top = len(token.top) if all_alternatives else self._num_top
             self._append(lists, token.token_id, token, token.token_id not in self._skipped, num_top)
         return lists
 
     def _append(
-        self, lists: dict[str, Any], token_id: int, token: TokenLogprobs | None, advances: bool, num_top: int
+        self,
+        lists: LegacyLogprobsSchema,
+        token_id: int,
+        token: TokenLogprobs | None,
+        advances: bool,
+        num_top: int,
     ) -> None:
         tokenizer = self._tokenizer
         lists["tokens"].append(self._name(token_id))
@@ -136,5 +165,11 @@ class LegacyLogprobs:
         lists["top_logprobs"].append(top)
 
 
-def empty_legacy() -> dict[str, Any]:
-    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+def joined_legacy(pieces: Sequence[LegacyLogprobsSchema]) -> LegacyLogprobsSchema:
+    """The lists of all pieces one after the other; of none, empty lists."""
+    return {
+        "tokens": [item for piece in pieces for item in piece["tokens"]],
+        "token_logprobs": [item for piece in pieces for item in piece["token_logprobs"]],
+        "top_logprobs": [item for piece in pieces for item in piece["top_logprobs"]],
+        "text_offset": [item for piece in pieces for item in piece["text_offset"]],
+    }

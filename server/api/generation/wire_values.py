@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 MAX_PARTS = 16_384
@@ -64,6 +64,11 @@ def _num_parts(items: list[Any]) -> int:
 
 
 JsonObject = Annotated[dict[str, Any], AfterValidator(check_finite)]
+
+
+def optional(absent: str | None, description: str | None = None) -> Any:
+    """For the annotation of a field that an answer may lack: readers take ``absent`` for it then."""
+    return Field(description=description, json_schema_extra={"default": absent})
 
 
 @dataclass(frozen=True, slots=True)

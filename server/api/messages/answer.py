@@ -2,28 +2,123 @@
 made of the same pieces, so that the joined deltas equal the message. Pure: no I/O."""
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 from pydantic_core import from_json
+from typing_extensions import TypedDict
 
+from server.api.generation.answer import StreamedAnswer
 from server.api.generation.run import ChoiceEvent, Usage
 from server.api.generation.wire_values import ResponseHead, check_finite
 from server.errors import ApiError
-from server.http.error_answers import messages_error
+from server.http.error_answers import MessageErrorEvent, messages_error
 from server.http.json_response import encode_json
 from server.text.tool_calls.call_parser import CallPiece
 
-Block = dict[str, Any]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
-def stop_reason(event: ChoiceEvent, *, has_calls: bool) -> tuple[str, str | None]:
+class MessageText(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+class MessageToolUse(TypedDict):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessageUsage(TypedDict):
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageResponse(TypedDict):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[MessageText | MessageToolUse]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageStartEvent(TypedDict):
+    type: Literal["message_start"]
+    message: MessageResponse
+
+
+class ContentBlockStartEvent(TypedDict):
+    type: Literal["content_block_start"]
+    index: int
+    content_block: MessageText | MessageToolUse
+
+
+class PingEvent(TypedDict):
+    type: Literal["ping"]
+
+
+class MessageTextDelta(TypedDict):
+    type: Literal["text_delta"]
+    text: str
+
+
+class InputJsonDelta(TypedDict):
+    type: Literal["input_json_delta"]
+    partial_json: str
+
+
+class ContentBlockDeltaEvent(TypedDict):
+    type: Literal["content_block_delta"]
+    index: int
+    delta: MessageTextDelta | InputJsonDelta
+
+
+class ContentBlockStopEvent(TypedDict):
+    type: Literal["content_block_stop"]
+    index: int
+
+
+class MessageEnd(TypedDict):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDeltaEvent(TypedDict):
+    type: Literal["message_delta"]
+    delta: MessageEnd
+    usage: MessageUsage
+
+
+class MessageStopEvent(TypedDict):
+    type: Literal["message_stop"]
+
+
+Event = (
+    MessageStartEvent
+    | ContentBlockStartEvent
+    | PingEvent
+    | ContentBlockDeltaEvent
+    | ContentBlockStopEvent
+    | MessageDeltaEvent
+    | MessageStopEvent
+    | MessageErrorEvent
+)
+
+
+def stop_reason(event: ChoiceEvent, *, has_calls: bool) -> MessageEnd:
     """Why the text ended, and the stop sequence that ended it."""
     if event.finish_reason == "length":
-        return "max_tokens", None
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
     if event.stop_text is not None:
-        return "stop_sequence", event.stop_text
-    return ("tool_use" if has_calls else "end_turn"), None
+        return {"stop_reason": "stop_sequence", "stop_sequence": event.stop_text}
+    return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}
 
 
 def call_input(arguments: str) -> dict[str, Any]:
@@ -36,7 +131,7 @@ def call_input(arguments: str) -> dict[str, Any]:
         return {}
 
 
-def wire_usage(usage: Usage) -> dict[str, int]:
+def wire_usage(usage: Usage) -> MessageUsage:
     """Input tokens are those that were computed: what came from the cache is counted beside them. Nothing is
     written to the cache at the client's order."""
     return {
@@ -47,100 +142,103 @@ def wire_usage(usage: Usage) -> dict[str, int]:
     }
 
 
-def message(
-    head: ResponseHead,
-    content: Sequence[Block],
-    reason: str | None,
-    stop_sequence: str | None,
-    used: Mapping[str, int],
-) -> dict[str, Any]:
-    return {
-        "id": head.id,
-        "type": "message",
-        "role": "assistant",
-        "model": head.model,
-        "content": content,
-        "stop_reason": reason,
-        "stop_sequence": stop_sequence,
-        "usage": used,
-    }
+def _written(event: Event) -> bytes:
+    return f"event: {event['type']}\ndata: ".encode() + encode_json(event) + b"\n\n"
 
 
-def _event(name: str, **fields: Any) -> bytes:
-    return f"event: {name}\ndata: ".encode() + encode_json({"type": name, **fields}) + b"\n\n"
-
-
-class MessageAnswer:
-    """A stream begins with the first token, not before it; there is a block only for what was said or called.
-    The input of a call is the text of its arguments until its block is complete."""
+class MessageAnswer(StreamedAnswer):
+    """A stream begins with the first token, not before it; there is a block only for what was said or
+    called."""
 
     def __init__(self, head: ResponseHead) -> None:
         self._head = head
         self._has_started = False
-        self._blocks: list[Block] = []
-        self._end: tuple[str, str | None] = ("end_turn", None)
+        self._blocks: list[MessageText | MessageToolUse] = []
+        self._arguments: dict[int, str] = {}  # of calls, by their block, in pieces of JSON
+        self._end: MessageEnd = {"stop_reason": "end_turn", "stop_sequence": None}
 
     def chunks(self, event: ChoiceEvent, usage: Usage) -> bytes:
         written = b""
         if not self._has_started:
             self._has_started = True
-            written += _event("message_start", message=message(self._head, [], None, None, wire_usage(usage)))
-        return written + b"".join(self._take(event))
+            written += _written({"type": "message_start", "message": self._message([], None, None, usage)})
+        return written + b"".join(map(_written, self._take(event)))
 
     def end(self, usage: Usage) -> bytes:
-        reason, stop_sequence = self._end
-        delta = {"stop_reason": reason, "stop_sequence": stop_sequence}
-        return (
-            self._close()
-            + _event("message_delta", delta=delta, usage=wire_usage(usage))
-            + _event("message_stop")
-        )
+        events: list[Event] = [
+            *self._close(),
+            {"type": "message_delta", "delta": self._end, "usage": wire_usage(usage)},
+            {"type": "message_stop"},
+        ]
+        return b"".join(map(_written, events))
 
     def failure(self, error: ApiError, usage: Usage) -> bytes:
-        return b"event: error\ndata: " + encode_json(messages_error(error)) + b"\n\n"
+        return _written(messages_error(error))
 
     def collect(self, event: ChoiceEvent) -> None:
         for _ in self._take(event):
             pass
 
-    def collected(self, usage: Usage) -> dict[str, Any]:
-        content = [
-            {**block, "input": call_input(block["input"])} if "input" in block else block
-            for block in self._blocks
-        ]
-        return message(self._head, content, *self._end, wire_usage(usage))
+    def body(self, usage: Usage) -> MessageResponse:
+        for index, arguments in self._arguments.items():
+            block = self._blocks[index]
+            assert block["type"] == "tool_use"
+            block["input"] = call_input(arguments)
+        return self._message(self._blocks, self._end["stop_reason"], self._end["stop_sequence"], usage)
 
-    def _take(self, event: ChoiceEvent) -> Iterator[bytes]:
+    def _message(
+        self,
+        content: list[MessageText | MessageToolUse],
+        reason: StopReason | None,
+        stop_sequence: str | None,
+        usage: Usage,
+    ) -> MessageResponse:
+        return {
+            "id": self._head.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._head.model,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": stop_sequence,
+            "usage": wire_usage(usage),
+        }
+
+    def _take(self, event: ChoiceEvent) -> Iterator[Event]:
+        """Events show the blocks themselves: each is to be written before the next is taken."""
         for part in event.parts:
             yield from self._call(part) if isinstance(part, CallPiece) else self._text(part)
         if event.finish_reason is not None:
-            self._end = stop_reason(event, has_calls=any("input" in block for block in self._blocks))
+            self._end = stop_reason(event, has_calls=bool(self._arguments))
 
-    def _text(self, text: str) -> Iterator[bytes]:
+    def _text(self, text: str) -> Iterator[Event]:
         if not self._blocks or self._blocks[-1]["type"] != "text":
             yield from self._open({"type": "text", "text": ""})
-        self._blocks[-1]["text"] += text
-        yield self._delta(type="text_delta", text=text)
+        block = self._blocks[-1]
+        assert block["type"] == "text"
+        block["text"] += text
+        yield self._delta({"type": "text_delta", "text": text})
 
-    def _call(self, piece: CallPiece) -> Iterator[bytes]:
+    def _call(self, piece: CallPiece) -> Iterator[Event]:
         if piece.name is not None:
-            block = {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": piece.name, "input": {}}
-            yield from self._open(block)
-            self._blocks[-1]["input"] = ""
+            call_id = f"toolu_{uuid.uuid4().hex}"
+            yield from self._open({"type": "tool_use", "id": call_id, "name": piece.name, "input": {}})
+            self._arguments[len(self._blocks) - 1] = ""
         if piece.arguments:
-            self._blocks[-1]["input"] += piece.arguments
-            yield self._delta(type="input_json_delta", partial_json=piece.arguments)
+            self._arguments[len(self._blocks) - 1] += piece.arguments
+            yield self._delta({"type": "input_json_delta", "partial_json": piece.arguments})
 
-    def _open(self, block: Block) -> Iterator[bytes]:
-        yield self._close()
-        self._blocks.append(dict(block))
-        yield _event("content_block_start", index=len(self._blocks) - 1, content_block=block)
+    def _open(self, block: MessageText | MessageToolUse) -> Iterator[Event]:
+        yield from self._close()
+        self._blocks.append(block)
+        yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block}
         if len(self._blocks) == 1:
-            yield _event("ping")
+            yield {"type": "ping"}
 
-    def _close(self) -> bytes:
+    def _close(self) -> Iterator[Event]:
         """Ends the last block, if there is one."""
-        return _event("content_block_stop", index=len(self._blocks) - 1) if self._blocks else b""
+        if self._blocks:
+            yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
-    def _delta(self, **delta: str) -> bytes:
-        return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
+    def _delta(self, delta: MessageTextDelta | InputJsonDelta) -> Event:
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}

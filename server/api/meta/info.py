@@ -1,24 +1,52 @@
 """GET routes about the server: models, health, metrics, version. None of them waits for the engine."""
 
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
-from server.api.schemas.answers import HealthResponse, ModelCard, ModelList, VersionResponse
-from server.api.schemas.description import answers
+from server.api.description import answers
+from server.api.generation.wire_values import optional
 from server.errors import RETRY_AFTER_SECONDS, check_model
 from server.http.context import state_of
 from server.http.json_response import JsonResponse
 from server.http.metrics_listener import metrics_response
-from server.state import ServerState
+from server.state import ServerState, Status
 from server.version import __version__
+
+
+class ModelCard(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+    default_sampling: dict[str, Any]
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class HealthResponse(TypedDict):
+    status: Status
+    phase: NotRequired[Annotated[str | None, optional(None)]]
+
+
+class VersionResponse(TypedDict):
+    name: str
+    version: str
+
 
 _HEALTH = answers(HealthResponse, is_open=True, unavailable=HealthResponse)
 
 
-def model_card(state: ServerState, name: str) -> dict[str, Any]:
+def model_card(state: ServerState, name: str) -> ModelCard:
     """``default_sampling`` are the values that hold when a request names none."""
     loaded = state.require_loaded()
     return {
@@ -39,7 +67,9 @@ def model_card(state: ServerState, name: str) -> dict[str, Any]:
 
 def _health(state: ServerState, *, alive: bool) -> Response:
     status = state.status
-    body = {"status": status, "phase": state.phase} if status == "loading" else {"status": status}
+    body: HealthResponse = {"status": status}
+    if status == "loading":
+        body["phase"] = state.phase
     if status == "ok" or (alive and status != "dead"):
         return JsonResponse(body)
     return JsonResponse(body, 503, {"retry-after": str(RETRY_AFTER_SECONDS)})
@@ -53,7 +83,8 @@ def create_router(*, serves_metrics: bool = True) -> APIRouter:
     async def list_models(request: Request) -> Response:
         state = state_of(request)
         names = state.require_loaded().model_names
-        return JsonResponse({"object": "list", "data": [model_card(state, name) for name in names]})
+        body: ModelList = {"object": "list", "data": [model_card(state, name) for name in names]}
+        return JsonResponse(body)
 
     @router.get("/v1/models/{model_id:path}", responses=answers(ModelCard, knows_models=True))
     async def show_model(request: Request, model_id: str) -> Response:
@@ -84,6 +115,7 @@ def create_router(*, serves_metrics: bool = True) -> APIRouter:
 
     @router.get("/version", responses=answers(VersionResponse))
     async def version(request: Request) -> Response:
-        return JsonResponse({"name": "gemserve", "version": __version__})
+        body: VersionResponse = {"name": "gemserve", "version": __version__}
+        return JsonResponse(body)
 
     return router

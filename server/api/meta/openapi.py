@@ -1,21 +1,24 @@
 """/openapi.json: what the framework knows of the routes, completed with the schemas that it does not see,
 since bodies are read and streams written by hand. It describes this server, with its settings."""
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic import BaseModel, TypeAdapter
 
+from server.api.chat.answer import ChatCompletionChunk
 from server.api.chat.request import ChatCompletionRequest
+from server.api.completions.answer import CompletionChunk
 from server.api.completions.request import CompletionRequest
 from server.api.decisions.request import DecisionRequest
-from server.api.embeddings.routes import EmbeddingRequest
+from server.api.description import without_closed_objects
+from server.api.embeddings.request import EmbeddingRequest
+from server.api.messages.answer import Event as MessageEvent
 from server.api.messages.request import CountTokensRequest, MessagesRequest
+from server.api.responses.answer import Event as ResponseEvent
 from server.api.responses.request import ResponseItem, ResponseRequest
-from server.api.schemas.description import without_closed_objects
-from server.api.schemas.streams import STREAM_SCHEMAS
 from server.api.tokenize.request import DetokenizeRequest, TokenizeRequest
 from server.http.middleware import OPEN_PATHS
 from server.settings.settings import Settings
@@ -32,6 +35,8 @@ _BODIES: tuple[type[BaseModel], ...] = (
     TokenizeRequest,
     DetokenizeRequest,
 )
+# Of streams, which no route names as its answer.
+_EVENTS = (CompletionChunk, ChatCompletionChunk, ResponseEvent, MessageEvent)
 _KEYS = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "apiKey": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
@@ -49,11 +54,11 @@ def openapi_document(app: FastAPI, settings: Settings) -> dict[str, Any]:
                 operation["responses"].pop("422", None)
         for name in ("HTTPValidationError", "ValidationError"):
             schemas.pop(name, None)
-        bodies = _schemas(_BODIES, is_request=True)
+        bodies = _schemas(_BODIES, "validation")
         if not settings.strict_params:
             without_closed_objects(bodies, bodies)
         _add(schemas, bodies)
-        _add(schemas, _schemas(STREAM_SCHEMAS, is_request=False))
+        _add(schemas, _schemas(_EVENTS, "serialization"))
         if settings.api_key or settings.api_key_file is not None:
             document["components"]["securitySchemes"] = _KEYS
             for path, operations in document["paths"].items():
@@ -63,12 +68,12 @@ def openapi_document(app: FastAPI, settings: Settings) -> dict[str, Any]:
     return app.openapi_schema
 
 
-def _schemas(models: tuple[type[BaseModel], ...], *, is_request: bool) -> dict[str, Any]:
-    found = models_json_schema(
-        [(model, "validation" if is_request else "serialization") for model in models],
-        ref_template="#/components/schemas/{model}",
-    )
-    schemas: dict[str, Any] = found[1]["$defs"]
+def _schemas(types: Iterable[Any], mode: Literal["validation", "serialization"]) -> dict[str, Any]:
+    """The schemas of pydantic models or TypedDicts, and of what they refer to, by their names."""
+    adapters = [(str(number), mode, TypeAdapter(kind)) for number, kind in enumerate(types)]
+    schemas: dict[str, Any] = TypeAdapter.json_schemas(adapters, ref_template="#/components/schemas/{model}")[
+        1
+    ]["$defs"]
     return schemas
 
 

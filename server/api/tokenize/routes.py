@@ -3,13 +3,15 @@ What they say is what the generation endpoints do: the same encoding, the same c
 encoded and answers written in a worker thread.
 """
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from server.admission import BodyTicket
+from server.api.description import answers, request_body
 from server.api.generation.prompts import (
     chat_conversation,
     chat_functions,
@@ -19,8 +21,6 @@ from server.api.generation.prompts import (
 )
 from server.api.generation.tools import check_schemas, tool_use
 from server.api.generation.validation import ParsedRequest, parse_request, read_json_object
-from server.api.schemas.answers import DetokenizeResponse, TokenizeResponse, TokenizerInfo
-from server.api.schemas.description import answers, request_body
 from server.api.tokenize.request import DetokenizeRequest, TokenizeRequest
 from server.errors import check_model, invalid_value, missing_parameter
 from server.http.context import state_of
@@ -32,7 +32,28 @@ from server.text.tokenizer import Tokenizer
 Body = TypeVar("Body", TokenizeRequest, DetokenizeRequest)
 
 
-def tokenizer_info(tokenizer: Tokenizer, max_model_len: int) -> dict[str, Any]:
+class TokenizerInfo(TypedDict):
+    bos_token: str
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    add_bos_token: bool
+    model_max_length: int
+    chat_template: str
+
+
+class TokenizeResponse(TypedDict):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeResponse(TypedDict):
+    prompt: str
+
+
+def tokenizer_info(tokenizer: Tokenizer, max_model_len: int) -> TokenizerInfo:
     """Under the names of a tokenizer_config.json; a token that the vocabulary lacks is null."""
 
     def written(literal: str) -> str | None:
@@ -71,7 +92,7 @@ async def _tokenize(
         token_ids = await in_thread(state, lambda: tokenizer.encode(prompt, adds_bos))
 
     def answer() -> Response:
-        content = {
+        content: TokenizeResponse = {
             "count": len(token_ids),
             "max_model_len": loaded.engine.limits.max_model_len,
             "tokens": token_ids,
@@ -118,7 +139,7 @@ def create_router() -> APIRouter:
     @router.post(
         "/tokenize",
         responses=answers(TokenizeResponse, takes_body=True),
-        openapi_extra=request_body("TokenizeRequest"),
+        openapi_extra=request_body(TokenizeRequest),
     )
     async def tokenize(request: Request) -> Response:
         """The tokens of a prompt or a chat, as the generation endpoints see it."""
@@ -132,7 +153,7 @@ def create_router() -> APIRouter:
     @router.post(
         "/detokenize",
         responses=answers(DetokenizeResponse, takes_body=True),
-        openapi_extra=request_body("DetokenizeRequest"),
+        openapi_extra=request_body(DetokenizeRequest),
     )
     async def detokenize(request: Request) -> Response:
         """The text of tokens, control tokens as their literals."""
@@ -143,9 +164,8 @@ def create_router() -> APIRouter:
 
             def answer() -> Response:
                 check_token_ids(tokenizer, tokens, "tokens")
-                return JsonResponse(
-                    {"prompt": tokenizer.decode(tokens, skip_special_tokens=False)}, headers=parsed.headers()
-                )
+                content: DetokenizeResponse = {"prompt": tokenizer.decode(tokens, skip_special_tokens=False)}
+                return JsonResponse(content, headers=parsed.headers())
 
             with state.admission.text_work():
                 return await in_thread(state, answer)

@@ -3,9 +3,8 @@
 import json
 from typing import Any
 
-from server.api.chat.answer import ChatForm
+from server.api.chat.answer import ChatAnswer
 from server.api.chat.request import ChatCompletionRequest
-from server.api.choices.answer import ChoiceAnswer, StreamUsage
 from server.api.generation.request import StreamOptions
 from server.errors import internal_error
 from tests.server.api.events import HEAD, event, plan, usage
@@ -14,9 +13,9 @@ from tests.server.text.small_tokenizer import build_tokenizer
 BODY = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "hi"}]})
 
 
-def answer(options: StreamOptions | None = None, **fields: Any) -> ChoiceAnswer:
-    planned = plan(**fields)
-    return ChoiceAnswer(planned, ChatForm(build_tokenizer(), planned, BODY), HEAD, StreamUsage.of(options))
+def answer(options: StreamOptions | None = None, **fields: Any) -> ChatAnswer:
+    body = BODY.model_copy(update={"stream_options": options})
+    return ChatAnswer(build_tokenizer(), plan(**fields), body, HEAD)
 
 
 def chunks(data: bytes) -> list[Any]:
@@ -53,7 +52,7 @@ def test_an_answer_in_one_piece_is_its_pieces_joined() -> None:
     said = answer(n=2)
     for text, index, finish in (("a", 1, None), ("b", 0, "stop"), ("c", 1, "length")):
         said.collect(event(text, index=index, first=finish is None, finish=finish))
-    body = said.collected(usage())
+    body = said.body(usage())
     assert [choice["message"]["content"] for choice in body["choices"]] == ["b", "ac"]
     assert [choice["finish_reason"] for choice in body["choices"]] == ["stop", "length"]
     assert (body["id"], body["object"], body["model"]) == ("id-1", "chat.completion", "tiny")

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from server.api.completions.answer import CompletionForm
+from server.api.completions.answer import CompletionAnswer
 from server.api.completions.request import CompletionRequest
-from tests.server.api.events import event, plan
+from tests.server.api.events import HEAD, event, plan
 from tests.server.text.small_tokenizer import build_tokenizer
 
 
-def form(**fields: Any) -> CompletionForm:
+def form(**fields: Any) -> CompletionAnswer:
     body = CompletionRequest.model_validate({"prompt": "a", **fields})
-    return CompletionForm(build_tokenizer(), plan(n=2), body)
+    return CompletionAnswer(build_tokenizer(), plan(n=2), body, HEAD)
 
 
 def test_the_prompt_is_echoed_once_for_each_choice() -> None:
@@ -38,5 +38,5 @@ def test_token_ids_are_shown_where_they_are_asked_for_the_prompts_once() -> None
 def test_the_pieces_joined_are_the_choice() -> None:
     said = form()
     pieces = said.pieces(event("a", first=True)) + said.pieces(event("b", finish="stop"))
-    merged = said.merged(pieces)
+    merged = said.merged(0, pieces)
     assert (merged["text"], merged["finish_reason"], merged["logprobs"]) == ("ab", "stop", None)

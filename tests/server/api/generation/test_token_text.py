@@ -24,7 +24,7 @@ def test_an_entry_shows_as_many_alternatives_as_were_asked_for() -> None:
     ]
     assert len(chat_entry(TOKENIZER, name, token, 1)["top_logprobs"]) == 1
     assert chat_entry(TOKENIZER, name, token, 0)["top_logprobs"] == []
-    assert bytes(chat_entry(TOKENIZER, name, token, 0)["bytes"]) == TOKENIZER.token_bytes(A)
+    assert chat_entry(TOKENIZER, name, token, 0)["bytes"] == list(TOKENIZER.token_bytes(A))
 
 
 def test_a_prompt_begins_with_null_and_equals_share_a_rank() -> None:

@@ -57,7 +57,8 @@ def test_a_stream_of_text_and_a_call() -> None:
 def test_every_end_has_its_reason(
     finish: str, stop_text: str | None, has_calls: bool, expected: tuple[str, str | None]
 ) -> None:
-    assert stop_reason(event(finish=finish, stop_text=stop_text), has_calls=has_calls) == expected
+    end = stop_reason(event(finish=finish, stop_text=stop_text), has_calls=has_calls)
+    assert (end["stop_reason"], end["stop_sequence"]) == expected
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from server.api.generation.validation import IGNORED_HEADER
-from server.api.schemas.answers import ErrorResponse
-from server.api.schemas.messages_answers import MessagesErrorResponse
+from server.errors import ErrorResponse
+from server.http.error_answers import MessagesErrorResponse
 
 # Also given before a request reaches its route: to a head that is no HTTP, comes too slowly or is too large,
 # and to a connection too many. Such an answer has no request id, and OpenAI's form of an error whoever asks.
@@ -71,12 +71,12 @@ def answers(
     knows_models: bool = False,
     is_open: bool = False,
     is_anthropic: bool = False,
-    unavailable: type[BaseModel] | None = None,
+    unavailable: Any = None,
     events: Mapping[str, Any] | None = None,
 ) -> dict[int | str, dict[str, Any]]:
-    """For a route's ``responses``. ``ok``: the model of a 200, None where it is plain text. ``unavailable``:
-    what else a 503 may hold. ``events``: the schema of the events of a stream, see ``event_stream``.
-    ``is_open``: no key is needed."""
+    """For a route's ``responses``. ``ok``: the TypedDict of a 200, None where it is plain text.
+    ``unavailable``: what else a 503 may hold. ``events``: the schema of the events of a stream, see
+    ``event_stream``. ``is_open``: no key is needed."""
     statuses = {*_ALWAYS, *(_WITH_BODY if takes_body else ()), *([404] if knows_models else ())} - (
         {401} if is_open else set()
     )
@@ -105,12 +105,10 @@ def _answer(status: int, model: Any, is_anthropic: bool) -> dict[str, Any]:
     return answer if model is None else {**answer, "model": model}
 
 
-def event_stream(
-    *models: type[BaseModel], ends_with: str | None = None, named: bool = False
-) -> dict[str, Any]:
+def event_stream(*models: Any, ends_with: str | None = None, named: bool = False) -> dict[str, Any]:
     """One event of a stream, as OpenAPI 3.2 and FastAPI describe it. ``models``: of its data, one of which it
-    is. ``ends_with``: data of the last event, which is no JSON. ``named``: events have a name, the type in
-    their data."""
+    is; they are TypedDicts. ``ends_with``: data of the last event, which is no JSON. ``named``: events have a
+    name, the type in their data."""
     content: dict[str, Any] = {"anyOf": [reference(model.__name__) for model in models]}
     data: dict[str, Any] = {"contentMediaType": "application/json", "contentSchema": content}
     if ends_with is not None:
@@ -119,9 +117,9 @@ def event_stream(
     return {"type": "object", "properties": properties, "required": list(properties)}
 
 
-def request_body(schema: str, *, computes: bool = False) -> dict[str, Any]:
+def request_body(model: type[BaseModel], *, computes: bool = False) -> dict[str, Any]:
     """For a route's ``openapi_extra``. ``app`` adds the component."""
-    body = {"required": True, "content": {"application/json": {"schema": reference(schema)}}}
+    body = {"required": True, "content": {"application/json": {"schema": reference(model.__name__)}}}
     return {"requestBody": body, **({"parameters": [_TIMEOUT_PARAMETER]} if computes else {})}
 
 

@@ -1,1 +1,0 @@
-"""Shapes of answers and events, for the OpenAPI description."""
