@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import httpx
 import pytest
@@ -61,7 +62,7 @@ def test_what_is_beyond_the_queue_is_refused_until_somebody_leaves(crowded: Live
 
 
 @pytest.mark.parametrize("body", [{"n": 2, "temperature": 1}, {"prompt": ["a", "b"]}])
-def test_a_request_is_admitted_whole_or_not_at_all(crowded: LiveServer, body: dict[str, object]) -> None:
+def test_a_request_is_admitted_whole_or_not_at_all(crowded: LiveServer, body: dict[str, Any]) -> None:
     with ExitStack() as stack:
         hold(crowded, stack, RUNNING + QUEUED - 1)
         assert_refused(crowded.post(COMPLETIONS, {**SHORT, **body}))
@@ -141,7 +142,7 @@ def test_the_status_of_refusals_can_be_503() -> None:
 
 
 def test_no_limits_when_they_are_off() -> None:
-    settings = {"max_queued_requests": 0, "max_queued_prompt_tokens": 0}
-    with live_server(slow_factory(1), **settings) as server, ExitStack() as stack:
+    unlimited = live_server(slow_factory(1), max_queued_requests=0, max_queued_prompt_tokens=0)
+    with unlimited as server, ExitStack() as stack:
         hold(server, stack, 40)
         assert server.metric("queue_limit_requests") == 0

@@ -13,6 +13,7 @@ from anthropic.types import (
     RawMessageStreamEvent,
     ToolParam,
     ToolResultBlockParam,
+    ToolUseBlock,
 )
 from pydantic import TypeAdapter
 
@@ -139,7 +140,7 @@ def test_a_streamed_call_accumulates_to_the_message(scripted: LiveServer, num_to
             final = stream.get_final_message()
     assert final.stop_reason == whole.stop_reason
     calls = [
-        [(block.name, block.input) for block in message.content if block.type == "tool_use"]
+        [(block.name, block.input) for block in message.content if isinstance(block, ToolUseBlock)]
         for message in (whole, final)
     ]
     assert calls[0] == calls[1]

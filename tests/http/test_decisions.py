@@ -119,7 +119,7 @@ def test_the_input_is_a_conversation_of_text_json_and_calls(server: LiveServer) 
         {"type": "function_call_output", "call_id": "c", "output": "done"},
     ]
     called = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    before = [
+    before: list[dict[str, Any]] = [
         {
             "role": "user",
             "content": [{"type": "text", "text": "Look:"}, {"type": "text", "text": '[{"a":1}]'}],

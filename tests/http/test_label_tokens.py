@@ -17,7 +17,7 @@ from tests.tiny import write_tiny_folder
 EOS = 1
 LABELS = [DIGITS[7], DIGITS[2], DIGITS[4]]
 PROMPT = ids(40)
-PATHS = [
+PATHS: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": PROMPT}),
     (CHAT, {"messages": [{"role": "user", "content": "hello is in a b"}]}),
 ]

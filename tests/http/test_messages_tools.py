@@ -283,7 +283,8 @@ def test_a_result_may_be_empty_and_blocks_may_carry_what_clients_add(server: Liv
         "caller": {"type": "direct"},
         "toolset_name": None,
     }
-    for content in ({}, {"content": []}, {"content": None}, {"content": ""}):
+    contents: list[dict[str, Any]] = [{}, {"content": []}, {"content": None}, {"content": ""}]
+    for content in contents:
         result = {
             "type": "tool_result",
             "tool_use_id": "a",

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -181,7 +182,7 @@ def test_buckets(scraped: dict[str, Metric], name: str) -> None:
 
 
 def test_buckets_can_be_chosen() -> None:
-    chosen = {
+    chosen: dict[str, Any] = {
         "time_to_first_token_buckets": (0.5, 1.0),
         "inter_token_latency_buckets": (0.25,),
         "request_duration_buckets": (3.0,),

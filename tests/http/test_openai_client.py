@@ -1,6 +1,7 @@
 """The official Python client, unchanged, against the real server."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -88,7 +89,14 @@ def test_models(client: openai.OpenAI) -> None:
 
 
 def test_the_best_of_several_choices(client: openai.OpenAI) -> None:
-    options = {"model": MODEL, "prompt": "Hello", "max_tokens": 8, "temperature": 1, "seed": 3, "logprobs": 0}
+    options: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": "Hello",
+        "max_tokens": 8,
+        "temperature": 1,
+        "seed": 3,
+        "logprobs": 0,
+    }
     drawn = client.completions.create(**options, n=5)
     best = client.completions.create(**options, best_of=5)
 

@@ -9,7 +9,6 @@ import pytest
 
 from tests.http.live_server import LiveServer, error_of
 from tests.http.response_requests import (
-    CHAT_TOOLS,
     RESPONSES,
     TOOLS,
     events_of,
@@ -30,6 +29,7 @@ from tests.http.tool_requests import (
     TWO_CALLS,
     described,
 )
+from tests.http.tool_requests import TOOLS as CHAT_TOOLS
 from tests.scripted import TOKENIZER
 
 

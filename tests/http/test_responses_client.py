@@ -3,7 +3,7 @@ call."""
 
 import json
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import openai
 import pytest
@@ -96,7 +96,12 @@ def test_plain_events(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_parsing_helpers_give_the_model(client: openai.OpenAI, stream: bool) -> None:
-    body = {"model": MODEL, "input": "Weather?", "text_format": Place, "extra_body": {"seed": RANDOM}}
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "input": "Weather?",
+        "text_format": Place,
+        "extra_body": {"seed": RANDOM},
+    }
     if stream:
         with client.responses.stream(**body) as events:
             parsed = events.get_final_response().output_parsed
@@ -106,10 +111,11 @@ def test_the_parsing_helpers_give_the_model(client: openai.OpenAI, stream: bool)
 
 
 def test_parsed_arguments(client: openai.OpenAI) -> None:
+    tool: Any = {**openai.pydantic_function_tool(Place)["function"], "type": "function"}
     response = client.responses.parse(
         model=MODEL,
         input="Weather?",
-        tools=[openai.pydantic_function_tool(Place)["function"] | {"type": "function"}],  # type: ignore[list-item, typeddict-item]
+        tools=[tool],
         tool_choice="required",
         parallel_tool_calls=False,
         extra_body={"seed": RANDOM},

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -20,7 +21,7 @@ from tests.server.cli.processes import ROOT, line_with, wait_for_lines
 from tests.tiny import write_tiny_folder
 
 DEADLINE = 120
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
     "block_size": 16,

@@ -159,9 +159,11 @@ def test_models_and_unknown_fields_are_treated_as_everywhere(
 
 def test_a_model_that_is_not_loaded_yet_answers_503() -> None:
     loading = threading.Event()
-    with live_server(
-        fake_engine_factory(before_load=lambda: bool(loading.wait(60)) and None), wait=False
-    ) as live:
+
+    def wait_for_it() -> None:
+        loading.wait(60)
+
+    with live_server(fake_engine_factory(before_load=wait_for_it), wait=False) as live:
         try:
             answers = [
                 live.client.get("/tokenizer_info"),

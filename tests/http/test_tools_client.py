@@ -3,6 +3,7 @@ turn."""
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -79,7 +80,7 @@ def test_a_whole_conversation(client: openai.OpenAI) -> None:
 
 
 def test_the_streaming_helper_puts_the_calls_together(client: openai.OpenAI) -> None:
-    body = {
+    body: dict[str, Any] = {
         "model": MODEL,
         "messages": [USER],
         "tools": TOOLS,

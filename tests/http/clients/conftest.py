@@ -4,6 +4,7 @@ yet."""
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.filterwarnings(warning))
 
 
+def _holds(live: LiveServer, count: int) -> bool:
+    """Whether so many requests run or wait."""
+    return live.metric("requests_running") + live.metric("requests_waiting") == count
+
+
 @pytest.fixture(scope="session")
 def wire() -> Iterator[LiveServer]:
     """Says the text of the request's seed, see ``texts``; other seeds draw. Refuses fields that it does not
@@ -48,9 +54,7 @@ def busy() -> Iterator[LiveServer]:
     with live_server(factory, max_queued_requests=1) as live, ExitStack() as held:
         for count in (1, 2):
             held.enter_context(live.open_request(endless))
-            live.wait_for(
-                lambda count=count: live.metric("requests_running") + live.metric("requests_waiting") == count
-            )  # type: ignore[misc]
+            live.wait_for(partial(_holds, live, count))
         yield live
 
 

@@ -117,6 +117,11 @@ def offsets(seen: Seen) -> None:
         assert len(top) in (2, 3)
 
 
+def only_echoed(seen: Seen) -> None:
+    echoed(seen)
+    expect(tokens=0, text=PROMPT, reason="length")(seen)
+
+
 def echoed(seen: Seen) -> None:
     logprobs = seen.logprobs()
     assert logprobs is not None
@@ -182,7 +187,7 @@ def growing_usage(seen: Seen) -> None:
 NULLS: dict[str, Any] = dict.fromkeys(
     ["max_tokens", "temperature", "top_p", "n", "logprobs", "stop", "logit_bias", "best_of"]
 )
-SEEDED = {"temperature": 1, "seed": texts.RANDOM}
+SEEDED: dict[str, Any] = {"temperature": 1, "seed": texts.RANDOM}
 MIXED = [
     {"role": "system", "content": "Be brief."},
     {"role": "developer", "content": [{"type": "text", "text": "Be kind."}]},
@@ -208,7 +213,7 @@ HISTORY = [
 ]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA, "strict": True}}
 CALL, CALLED = ["get_weather", texts.ARGUMENTS], expect(reason="tool_calls")
-SCRIPTED = {"temperature": 1, "max_tokens": 300}
+SCRIPTED: dict[str, Any] = {"temperature": 1, "max_tokens": 300}
 
 RULES = [
     rule("C1", "C2", "C10", "S2", "S15", "I5", "N4", kind=COMPLETIONS, **SEEDED,
@@ -238,7 +243,7 @@ RULES = [
          echo=True, check=echoed),
     rule("L3", kind=COMPLETIONS, **SEEDED, logprobs=0, check=only_sampled),
     rule("L5", kind=COMPLETIONS, prompt=PROMPT, max_tokens=0, logprobs=1, echo=True,
-         check=lambda seen: (echoed(seen), expect(tokens=0, text=PROMPT, reason="length")(seen))[1]),
+         check=only_echoed),
     rule("L6", kind=COMPLETIONS, max_tokens=0, check=expect(tokens=0, text="", reason="length")),
     rule("M1", kind=COMPLETIONS, prompt=[9] * (CONTEXT - 6), max_tokens=500, temperature=0,
          check=expect(tokens=6, reason="length")),

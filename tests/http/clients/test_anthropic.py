@@ -30,7 +30,7 @@ def ask(server: LiveServer, streamed: bool, key: str = KEY, **fields: Any) -> li
 def test_a_message_is_the_chat_streamed_or_not(wire: LiveServer, seed: int) -> None:
     raw = wire.chat(messages=BODY["messages"], max_tokens=80, temperature=1, seed=seed)
     text, completion_tokens = raw["choices"][0]["message"]["content"], raw["usage"]["completion_tokens"]
-    extra = {"max_tokens": 80, "extra_body": {"temperature": 1, "seed": seed}}
+    extra: dict[str, Any] = {"max_tokens": 80, "extra_body": {"temperature": 1, "seed": seed}}
     (message,) = ask(wire, False, **extra)
     events = ask(wire, True, **extra)
     assert message.content[0].text == text

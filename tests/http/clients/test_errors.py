@@ -157,7 +157,7 @@ def test_a_fault_is_not_asked_for_again(
     wire: LiveServer, language: str, request: pytest.FixtureRequest
 ) -> None:
     """Both clients ask again after a 500 by default."""
-    body = {"model": MODEL, "prompt": [BOS, POISON]}
+    body: dict[str, Any] = {"model": MODEL, "prompt": [BOS, POISON]}
     before = wire.outcomes("error")
     if language == "python":
         with (

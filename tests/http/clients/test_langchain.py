@@ -32,7 +32,7 @@ def langchain_openai() -> Any:
 
 
 def chat(
-    library: Any, server: LiveServer, seed: int = texts.RANDOM, *, key: str = KEY, **options: Any
+    library: Any, server: LiveServer, seed: int | None = texts.RANDOM, *, key: str = KEY, **options: Any
 ) -> Any:
     common = {"model": MODEL, "base_url": f"{server.url}/v1", "api_key": key, "max_retries": 0}
     return library.ChatOpenAI(**{**common, "temperature": 1, "seed": seed, **options})
