@@ -23,20 +23,14 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, LlamaFileType
 from tqdm import tqdm
 
-from model.checkpoint.base import (
-    check_tensors,
-    expected_shapes,
-    is_norm,
-    require_complete,
-    sampled_fingerprint,
-)
+from model.checkpoint.base import check_tensors, require_complete, sampled_fingerprint
 from model.checkpoint.dequantize import dequantize_rows, package_dequantize
 from model.checkpoint.gguf_header import GGUFHeader, TensorInfo, parse_header
 from model.checkpoint.gguf_tokenizer import CONVERTER_VERSION, build_tokenizer_json, check_vocabulary
 from model.checkpoint.tokenizer_cache import cached_tokenizer
 from model.config.gemma3_config import Gemma3Config
+from model.config.tensors import EMBEDDING, FINAL_NORM, HEAD, checkpoint_tensors
 from model.interface.errors import CheckpointError, ConfigError
-from model.precision import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +42,7 @@ MAX_THREADS = min(8, os.cpu_count() or 1)  # numpy computes outside the interpre
 
 _TOP_LEVEL = {
     "token_embd.weight": EMBEDDING,
-    "output_norm.weight": "model.norm.weight",
+    "output_norm.weight": FINAL_NORM,
     "output.weight": HEAD,
 }
 _LAYER = {
@@ -221,9 +215,9 @@ class GGUFCheckpoint:
                 total=total, unit="B", unit_scale=True, desc="Loading weights", disable=hidden, leave=False
             ) as bar,
         ):
-            for name in expected_shapes(self.config):
-                info = self._infos[name]
-                yield name, self._load(info, is_norm(name), threads)
+            for spec in checkpoint_tensors(self.config):
+                info = self._infos[spec.name]
+                yield spec.name, self._load(info, spec.role == "norm", threads)
                 bar.update(info.num_bytes)
 
     def close(self) -> None:

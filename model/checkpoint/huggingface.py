@@ -25,13 +25,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from model.checkpoint.base import (
-    END_OF_TURN,
-    check_tensors,
-    expected_shapes,
-    require_complete,
-    sampled_fingerprint,
-)
+from model.checkpoint.base import END_OF_TURN, check_tensors, require_complete, sampled_fingerprint
 from model.checkpoint.safetensors_header import (
     DTYPE_BYTES,
     StoredTensor,
@@ -40,8 +34,8 @@ from model.checkpoint.safetensors_header import (
 )
 from model.config.formats import token_id_list
 from model.config.gemma3_config import Gemma3Config
+from model.config.tensors import EMBEDDING, HEAD, checkpoint_tensors
 from model.interface.errors import CheckpointError, ConfigError
-from model.precision import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     import torch
@@ -293,7 +287,7 @@ class HuggingFaceCheckpoint:
     def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
         if self._closed:
             raise CheckpointError(f"{self._folder}: the checkpoint has been closed.")
-        names = list(expected_shapes(self.config))
+        names = [spec.name for spec in checkpoint_tensors(self.config)]
         total = sum(self._tensors[name].num_bytes for name in names)
         hidden = None if self._progress else True  # None: shown on a terminal only
         with (

@@ -12,8 +12,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 
+from model.config.tensors import LinearRole
 from model.host.cpu_features import cpu_computes_bfloat16
-from model.ops.interface import AttentionMetadata, Candidates, LinearRole, LinearWeight, Ops
+from model.ops.interface import AttentionMetadata, Candidates, LinearWeight, Ops
 
 # attention scores held at once (32 MiB of float32): queries of a long prefill are sliced to stay below
 MAX_SCORES = 1 << 23

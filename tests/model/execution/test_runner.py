@@ -8,6 +8,7 @@ import torch
 
 from model import precision
 from model.checkpoint.open import open_checkpoint
+from model.config.tensors import parameter_count
 from model.execution import runner as runner_module
 from model.execution.runner import ModelRunner, resolve_dtype
 from model.interface.errors import ConfigError
@@ -48,7 +49,7 @@ def test_load_run_and_generate() -> None:
     runner = ModelRunner.load(checkpoint, dtype="float32", device="cpu", block_size=4, progress=False)
     assert runner.dtype == "float32"
     # a backend may keep a tied head twice
-    assert runner.weight_bytes >= checkpoint.config.parameter_count(tied=True) * 4
+    assert runner.weight_bytes >= parameter_count(checkpoint.config, tied=True) * 4
     assert runner.spec.bytes_per_token_per_layer == 2 * 2 * 16 * 4
     assert runner.free_memory() > 0
     runner.allocate_cache(KVCachePlan(20, 20, 0, 0, 76))
