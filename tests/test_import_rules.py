@@ -118,7 +118,7 @@ RULES: Mapping[str, str] = {
         "server/api/messages server/api/responses server/api/schemas server/api/tokenize server/errors.py "
         "server/http server/settings server/state.py server/version.py starlette"
     ),
-    "server/batch": "model/host model/interface server/app.py server/engine server/errors.py server/settings",
+    "server/batch": "model/interface server/app.py server/engine server/errors.py server/settings",
     "server/bench": "model/bench model/interface server/engine server/engine/kv "
     "server/engine/scheduler server/settings",
     "server/cli": (

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from model.checkpoint.base import Checkpoint
-from model.host.cache_dir import default_cache_dir
+from model.host.disk_cache import default_cache_dir
 from model.interface.errors import CheckpointError
 
 EMBEDDED_NAME = "gemma-3-270m"
