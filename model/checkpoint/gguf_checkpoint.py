@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, LlamaFileType
-from tqdm import tqdm
 
 from model.checkpoint.base import check_tensors, require_complete, sampled_fingerprint
 from model.checkpoint.dequantize import dequantize_rows, package_dequantize
@@ -207,18 +206,10 @@ class GGUFCheckpoint:
         return sizes.most_common(1)[0][0]
 
     def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        total = sum(info.num_bytes for info in self._infos.values())
-        hidden = None if self._progress else True  # None: shown on a terminal only
-        with (
-            ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="dequantize") as threads,
-            tqdm(
-                total=total, unit="B", unit_scale=True, desc="Loading weights", disable=hidden, leave=False
-            ) as bar,
-        ):
+        with ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="dequantize") as threads:
             for spec in checkpoint_tensors(self.config):
                 info = self._infos[spec.name]
                 yield spec.name, self._load(info, spec.role == "norm", threads)
-                bar.update(info.num_bytes)
 
     def close(self) -> None:
         self._data = np.zeros(0, dtype=np.uint8)  # the mapping goes with its last reference
