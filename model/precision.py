@@ -4,14 +4,14 @@ info``, by the loader and by the backends, so that all three say the same. Impor
 ``device`` is "cpu" or "cuda". Types are named as torch names them. "Kernels" are the compiled ones of a CPU.
 """
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from model.config.gemma3_config import Gemma3Config
+from model.config.tensors import EMBEDDING, HEAD, LinearSpec, layer_linears, model_tensors
 from model.host.cpu_features import cpu_computes_bfloat16
 from model.interface.errors import ConfigError
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 GROUP = 32  # inputs that share a scale, as in GGUF's Q8_0, Q5_0 and Q4_K
 FEW_BITS_SHARE = 0.75  # of a weight's panels must fit 5 bits for it to be kept in few bits, else it is int8
@@ -64,39 +64,6 @@ def cache_type(compute: str, quantization: str, device: str) -> str:
     return "bfloat16" if device == "cpu" and quantization in ("int8", "int4") else compute
 
 
-@dataclass(frozen=True, slots=True)
-class _Linear:
-    """A linear weight of the network, with the rows that come from each tensor of the checkpoint."""
-
-    in_features: int
-    pieces: Mapping[str, int]
-
-    @property
-    def out_features(self) -> int:
-        return sum(self.pieces.values())
-
-
-def _linears_of_layer(config: Gemma3Config, layer: int) -> list[_Linear]:
-    hidden, size = config.hidden_size, config.intermediate_size
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    prefix = f"model.layers.{layer}."
-    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-    return [
-        _Linear(
-            hidden,
-            {
-                f"{attention}q_proj.weight": queries,
-                f"{attention}k_proj.weight": keys,
-                f"{attention}v_proj.weight": keys,
-            },
-        ),
-        _Linear(queries, {f"{attention}o_proj.weight": hidden}),
-        _Linear(hidden, {f"{mlp}gate_proj.weight": size, f"{mlp}up_proj.weight": size}),
-        _Linear(size, {f"{mlp}down_proj.weight": hidden}),
-    ]
-
-
 def weight_bytes(
     config: Gemma3Config,
     *,
@@ -118,12 +85,14 @@ def weight_bytes(
     packs = device == "cpu" and has_kernels
     in_full = TYPE_BYTES[compute]
 
-    def of_linear(weight: _Linear) -> float:
+    def of_linear(weight: LinearSpec) -> float:
         count = weight.out_features * weight.in_features
         if quantization in ("int8", "fp8") and device == "cuda":
             return count + 4 * weight.out_features  # a float32 scale for each row
         if quantization == "none" or weight.in_features % GROUP:
-            return count * _exact_bytes(weight.pieces, compute, stored_types, packs=packs)
+            return count * _exact_bytes(
+                [piece.name for piece in weight.pieces], compute, stored_types, packs=packs
+            )
         if quantization == "int4":
             return count * _FOUR_BITS_GROUP_BYTES / GROUP
         return _int8_bytes(weight, stored_types)
@@ -131,8 +100,9 @@ def weight_bytes(
     hidden = config.hidden_size
     total: float = vocabulary_rows * hidden * in_full  # the embedding
     for layer in range(config.num_hidden_layers):
-        total += sum(of_linear(weight) for weight in _linears_of_layer(config, layer))
-    total += 4 * (config.num_hidden_layers * (4 * hidden + 2 * config.head_dim) + hidden)  # norms, in float32
+        total += sum(of_linear(weight) for weight in layer_linears(config, layer).values())
+    norms = (spec for spec in model_tensors(config).values() if spec.role == "norm")
+    total += sum(TYPE_BYTES["float32"] * math.prod(spec.shape) for spec in norms)
     # a head of its own, even where it is tied to the embedding; of a rounded one a sketch in 4 bits
     if packs:
         rounded = quantization != "none" and hidden % GROUP == 0
@@ -151,13 +121,12 @@ def _exact_bytes(names: Iterable[str], compute: str, stored_types: Mapping[str, 
     return TYPE_BYTES["bfloat16" if fits else compute]
 
 
-def _int8_bytes(weight: _Linear, stored_types: Mapping[str, str]) -> float:
+def _int8_bytes(weight: LinearSpec, stored_types: Mapping[str, str]) -> float:
     """Of a CPU's int8 weight: in 4 or 5 bits what these hold exactly, where that is most of it."""
-    group_bytes = {name: _FEW_BITS_GROUP_BYTES.get(stored_types.get(name, "")) for name in weight.pieces}
-    few = sum(rows for name, rows in weight.pieces.items() if group_bytes[name] is not None)
+    rows = {piece.name: piece.shape[0] for piece in weight.pieces}
+    group_bytes = {name: _FEW_BITS_GROUP_BYTES.get(stored_types.get(name, "")) for name in rows}
+    few = sum(rows[name] for name in rows if group_bytes[name] is not None)
     if few < FEW_BITS_SHARE * weight.out_features:
         group_bytes = dict.fromkeys(group_bytes)
     groups = weight.in_features / GROUP
-    return sum(
-        rows * groups * (group_bytes[name] or _INT8_GROUP_BYTES) for name, rows in weight.pieces.items()
-    )
+    return sum(rows[name] * groups * (group_bytes[name] or _INT8_GROUP_BYTES) for name in rows)

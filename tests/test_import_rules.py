@@ -39,10 +39,12 @@ RULES: Mapping[str, str] = {
     "model/interface": "",
     "model/config": "model/interface",
     "model/host": "model/interface",
-    "model/checkpoint": "model/config model/host model/interface model/ops/cpu model/precision.py torch",
-    "model/ops": "model/host model/interface model/ops/cpu model/ops/cuda model/precision.py torch",
-    "model/ops/cpu": "model/host model/ops model/precision.py torch",
-    "model/ops/cuda": "model/interface model/ops model/ops/cuda/triton torch",
+    "model/checkpoint": "model/config model/host model/interface model/ops/cpu torch",
+    "model/ops": (
+        "model/config model/host model/interface model/ops/cpu model/ops/cuda model/precision.py torch"
+    ),
+    "model/ops/cpu": "model/config model/host model/ops model/precision.py torch",
+    "model/ops/cuda": "model/config model/interface model/ops model/ops/cuda/triton torch",
     "model/ops/cuda/triton": "model/ops torch triton",
     "model/network": "model/config model/interface model/ops torch",
     "model/sampling": "model/interface model/network model/ops torch",
@@ -116,7 +118,7 @@ RULES: Mapping[str, str] = {
         "server/api/tokenize server/errors.py server/http server/settings server/state.py "
         "server/version.py starlette"
     ),
-    "server/batch": "model/host model/interface server/app.py server/engine server/errors.py server/settings",
+    "server/batch": "model/interface server/app.py server/engine server/errors.py server/settings",
     "server/bench": "model/bench model/interface server/engine server/engine/kv "
     "server/engine/scheduler server/settings",
     "server/cli": (

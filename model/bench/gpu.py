@@ -21,6 +21,7 @@ import torch
 from model.bench.contexts import decode_step, plan_for
 from model.bench.step import GREEDY, bytes_read, decode_work, linears
 from model.config.gemma3_config import SIZES, Gemma3Config
+from model.config.tensors import parameter_count
 from model.execution.cuda_graphs import padded_sizes
 from model.execution.device_memory import CudaMemory
 from model.execution.runner import ModelRunner, resolve_dtype
@@ -158,7 +159,7 @@ class Bench:
 
     def load(self, config: Gemma3Config) -> ModelRunner | None:
         """None: the weights do not fit."""
-        if config.parameter_count(tied=True) * self.dtype.itemsize > self.room():
+        if parameter_count(config, tied=True) * self.dtype.itemsize > self.room():
             return None
         return random_runner(config, self.device, self.dtype, self.quantization)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from model.config.gemma3_config import Gemma3Config
+from model.config.tensors import HEAD, checkpoint_tensors, model_tensors
 from model.interface.errors import CheckpointError
-from model.precision import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +73,7 @@ class Checkpoint(Protocol):
         ...
 
     def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Stream every tensor of ``expected_shapes(config)`` once, each with that shape. GGUF weights come
+        """Stream every tensor of ``checkpoint_tensors(config)`` once, each with its shape. GGUF weights come
         dequantised in float32, safetensors weights in their stored dtype; ``lm_head.weight`` only if the
         embeddings are not tied."""
         ...
@@ -83,51 +83,17 @@ class Checkpoint(Protocol):
         ...
 
 
-def expected_shapes(config: Gemma3Config) -> dict[str, tuple[int, ...]]:
-    """Every canonical tensor of the model with its shape; a linear weight is [output features, input
-    features]."""
-    hidden, intermediate, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-    layer = {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "self_attn.q_norm": (head_dim,),
-        "self_attn.k_norm": (head_dim,),
-        "post_attention_layernorm": (hidden,),
-        "pre_feedforward_layernorm": (hidden,),
-        "mlp.gate_proj": (intermediate, hidden),
-        "mlp.up_proj": (intermediate, hidden),
-        "mlp.down_proj": (hidden, intermediate),
-        "post_feedforward_layernorm": (hidden,),
-    }
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden)}
-    for index in range(config.num_hidden_layers):
-        shapes |= {f"model.layers.{index}.{name}.weight": shape for name, shape in layer.items()}
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
-        shapes[HEAD] = (config.vocab_size, hidden)
-    return shapes
-
-
-def is_norm(name: str) -> bool:
-    """Whether a canonical name is that of an RMSNorm weight (all of them end in ``norm.weight``)."""
-    return name.endswith("norm.weight")
-
-
 def check_tensors(config: Gemma3Config, found: Mapping[str, tuple[str, str, tuple[int, ...]]]) -> None:
     """Refuse unknown, missing and misshapen tensors. ``found``: canonical name -> (file, name in the file,
     shape)."""
-    expected = expected_shapes(config)
+    tensors = model_tensors(config)
     for name, (file, stored_name, shape) in found.items():
-        if name not in expected and name != HEAD:
+        if name not in tensors:
             raise CheckpointError(
                 f"{file}: tensor {stored_name!r:.200} is not part of a Gemma 3 text model of "
                 "this configuration."
             )
-        wanted = expected.get(name, expected[EMBEDDING])
+        wanted = tensors[name].shape
         if shape != wanted:
             raise CheckpointError(
                 f"{file}: tensor {stored_name!r} has shape {list(shape)}, but the configuration asks "
@@ -137,7 +103,7 @@ def check_tensors(config: Gemma3Config, found: Mapping[str, tuple[str, str, tupl
 
 def require_complete(config: Gemma3Config, found: Mapping[str, Any], where: str) -> None:
     """Refuse a checkpoint in which a tensor of the model is missing."""
-    missing = [name for name in expected_shapes(config) if name not in found]
+    missing = [spec.name for spec in checkpoint_tensors(config) if spec.name not in found]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         hint = (

@@ -21,22 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, LlamaFileType
-from tqdm import tqdm
 
-from model.checkpoint.base import (
-    check_tensors,
-    expected_shapes,
-    is_norm,
-    require_complete,
-    sampled_fingerprint,
-)
+from model.checkpoint.base import check_tensors, require_complete, sampled_fingerprint
 from model.checkpoint.dequantize import dequantize_rows, package_dequantize
 from model.checkpoint.gguf_header import GGUFHeader, TensorInfo, parse_header
 from model.checkpoint.gguf_tokenizer import CONVERTER_VERSION, build_tokenizer_json, check_vocabulary
 from model.checkpoint.tokenizer_cache import cached_tokenizer
 from model.config.gemma3_config import Gemma3Config
+from model.config.tensors import EMBEDDING, FINAL_NORM, HEAD, checkpoint_tensors
 from model.interface.errors import CheckpointError, ConfigError
-from model.precision import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +41,7 @@ MAX_THREADS = min(8, os.cpu_count() or 1)  # numpy computes outside the interpre
 
 _TOP_LEVEL = {
     "token_embd.weight": EMBEDDING,
-    "output_norm.weight": "model.norm.weight",
+    "output_norm.weight": FINAL_NORM,
     "output.weight": HEAD,
 }
 _LAYER = {
@@ -213,18 +206,10 @@ class GGUFCheckpoint:
         return sizes.most_common(1)[0][0]
 
     def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        total = sum(info.num_bytes for info in self._infos.values())
-        hidden = None if self._progress else True  # None: shown on a terminal only
-        with (
-            ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="dequantize") as threads,
-            tqdm(
-                total=total, unit="B", unit_scale=True, desc="Loading weights", disable=hidden, leave=False
-            ) as bar,
-        ):
-            for name in expected_shapes(self.config):
-                info = self._infos[name]
-                yield name, self._load(info, is_norm(name), threads)
-                bar.update(info.num_bytes)
+        with ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="dequantize") as threads:
+            for spec in checkpoint_tensors(self.config):
+                info = self._infos[spec.name]
+                yield spec.name, self._load(info, spec.role == "norm", threads)
 
     def close(self) -> None:
         self._data = np.zeros(0, dtype=np.uint8)  # the mapping goes with its last reference

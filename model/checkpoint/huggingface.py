@@ -23,15 +23,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
-from tqdm import tqdm
 
-from model.checkpoint.base import (
-    END_OF_TURN,
-    check_tensors,
-    expected_shapes,
-    require_complete,
-    sampled_fingerprint,
-)
+from model.checkpoint.base import END_OF_TURN, check_tensors, require_complete, sampled_fingerprint
 from model.checkpoint.safetensors_header import (
     DTYPE_BYTES,
     StoredTensor,
@@ -40,8 +33,8 @@ from model.checkpoint.safetensors_header import (
 )
 from model.config.formats import token_id_list
 from model.config.gemma3_config import Gemma3Config
+from model.config.tensors import EMBEDDING, HEAD, checkpoint_tensors
 from model.interface.errors import CheckpointError, ConfigError
-from model.precision import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     import torch
@@ -79,9 +72,8 @@ def canonical_name(stored_name: str) -> str:
 class HuggingFaceCheckpoint:
     """Implements ``Checkpoint`` on a folder."""
 
-    def __init__(self, folder: Path, *, name: str, progress: bool) -> None:
+    def __init__(self, folder: Path, *, name: str) -> None:
         self._folder = folder
-        self._progress = progress
         self._headers: dict[Path, bytes] = {}
         self._tensors: dict[str, StoredTensor] = {}
         self._closed = False
@@ -293,18 +285,10 @@ class HuggingFaceCheckpoint:
     def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
         if self._closed:
             raise CheckpointError(f"{self._folder}: the checkpoint has been closed.")
-        names = list(expected_shapes(self.config))
-        total = sum(self._tensors[name].num_bytes for name in names)
-        hidden = None if self._progress else True  # None: shown on a terminal only
-        with (
-            ExitStack() as stack,
-            tqdm(
-                total=total, unit="B", unit_scale=True, desc="Loading weights", disable=hidden, leave=False
-            ) as bar,
-        ):
+        with ExitStack() as stack:
             opened: dict[Path, Any] = {}
-            for name in names:
-                stored = self._tensors[name]
+            for spec in checkpoint_tensors(self.config):
+                stored = self._tensors[spec.name]
                 if stored.file not in opened:
                     opened[stored.file] = self._open(stack, stored.file)
                 try:
@@ -313,8 +297,7 @@ class HuggingFaceCheckpoint:
                     raise CheckpointError(
                         f"{stored.file}: tensor {stored.name!r} cannot be read: {error}."
                     ) from error
-                yield name, tensor
-                bar.update(stored.num_bytes)
+                yield spec.name, tensor
 
     def close(self) -> None:
         self._closed = True  # files are open only inside tensors()

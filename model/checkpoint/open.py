@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from model.checkpoint.base import Checkpoint
-from model.host.cache_dir import default_cache_dir
+from model.host.disk_cache import default_cache_dir
 from model.interface.errors import CheckpointError
 
 EMBEDDED_NAME = "gemma-3-270m"
@@ -19,8 +19,8 @@ def open_checkpoint(model: str | None, *, cache_dir: Path | None = None, progres
     hub id.
 
     Names, shapes and completeness are checked from the headers; weights are read by ``tensors()``.
-    ``progress`` shows bars on a terminal's stderr. Raises CheckpointError or ConfigError, naming file and
-    tensor or key.
+    ``progress``: a bar on a terminal's stderr while a tokenizer is converted. Raises CheckpointError or
+    ConfigError, naming file and tensor or key.
     """
     cache = default_cache_dir() if cache_dir is None else cache_dir
     if model is None:
@@ -47,7 +47,7 @@ def _open_folder(folder: Path, name: str, cache_dir: Path, progress: bool) -> Ch
         return _open_gguf(gguf_files, name, cache_dir, progress)
     from model.checkpoint.huggingface import HuggingFaceCheckpoint
 
-    return HuggingFaceCheckpoint(folder, name=name, progress=progress)
+    return HuggingFaceCheckpoint(folder, name=name)
 
 
 def _open_gguf(files: list[Path], name: str, cache_dir: Path, progress: bool) -> Checkpoint:

@@ -1,1 +1,1 @@
-"""The description of a Gemma 3 text model, and the spellings that it comes in. No torch."""
+"""The description of a Gemma 3 text model, the spellings that it comes in, and its tensors. No torch."""

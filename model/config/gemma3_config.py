@@ -86,14 +86,6 @@ class Gemma3Config:
     def num_local_layers(self) -> int:
         return self.num_hidden_layers - self.num_global_layers
 
-    def parameter_count(self, tied: bool) -> int:
-        """Number of weights; with ``tied`` the head is the embedding matrix and counts once."""
-        hidden = self.hidden_size
-        attention = 2 * hidden * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
-        norms = 4 * hidden + 2 * self.head_dim
-        layer = attention + 3 * hidden * self.intermediate_size + norms
-        return self.vocab_size * hidden * (1 if tied else 2) + self.num_hidden_layers * layer + hidden
-
     def kv_cache_spec(self, block_size: int, dtype_size: int) -> KVCacheSpec:
         """Sizes of the cache for a block of ``block_size`` tokens and elements of ``dtype_size`` bytes."""
         return KVCacheSpec(

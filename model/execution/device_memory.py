@@ -189,7 +189,7 @@ def largest_steps(
         batch, chunks = RunningBatch(max_num_seqs, total), []
         for num_tokens in (*chunk_lengths, *[1] * (max_num_seqs - len(chunk_lengths))):
             row, start = batch.add([token_id] * num_tokens, num_tokens, _DEAREST), max_model_len - num_tokens
-            first = max(0, start - spec.sliding_window + 1) // spec.block_size
+            first = spec.first_local_block(start)
             local_blocks = [NULL_BLOCK] * first + [1] * (total - first)
             batch.set_row_blocks(row, [1] * total, local_blocks)
             chunks.append(SequenceChunk(row, batch.token_ids[row], start, samples=True))

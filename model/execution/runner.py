@@ -5,6 +5,7 @@ It loads weights as a stream, is told how large the cache is to be, and runs one
 neither requests nor text. Not thread-safe: one thread calls it.
 """
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, Self, TypeVar
@@ -126,8 +127,8 @@ class ModelRunner:
             if shard is not None:
                 shard.divide(model)
             if weight_cache is None or not weight_cache.restore(model):
-                total = len(model.weight_slots())
                 tensors = checkpoint.tensors() if shard is None else shard.tensors(checkpoint.tensors())
+                total = sum(math.prod(slot.shape) for slot in model.weight_slots().values())
                 model.load_weights(_with_progress(tensors, total, progress))
                 if weight_cache is not None:
                     weight_cache.save(model)
@@ -417,7 +418,10 @@ def resolve_device(device: str) -> torch.device:
 
 def _with_progress(
     tensors: Iterable[tuple[str, torch.Tensor]], total: int, progress: bool
-) -> Iterable[tuple[str, torch.Tensor]]:
-    return tqdm(
-        tensors, total=total, desc="Loading weights", unit="tensor", disable=None if progress else True
-    )
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same tensors, of ``total`` parameters in all, with a bar on a terminal's stderr."""
+    hidden = None if progress else True  # None: hidden where stderr is no terminal
+    with tqdm(total=total, desc="Loading weights", unit="param", unit_scale=True, disable=hidden) as bar:
+        for name, tensor in tensors:
+            yield name, tensor
+            bar.update(tensor.numel())

@@ -1,8 +1,7 @@
 """Keeps a network's weights on disk as its backend packed them, so that a later start reads them instead of
-expanding and packing them again. An entry is one file: it is written under another name and moved into place,
-its key names everything that it depends on, and its sums are checked when it is read, so a damaged or
-outdated one costs a warning and is made again. A disk that is full or cannot be written costs a log line,
-never the start. Importing this module imports no torch.
+expanding and packing them again. The key of an entry names everything that it depends on, and its sums are
+checked when it is read, so a damaged or outdated one costs a warning and is made again. A disk that is full
+or cannot be written costs a log line, never the start. Importing this module imports no torch.
 
 The file is read in a thread, in a few calls outside the interpreter's lock, into memory that the weights then
 stay in.
@@ -17,9 +16,7 @@ import mmap
 import os
 import shutil
 import struct
-import tempfile
 import threading
-import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from model.host.cpu_features import cpu_flags
-from model.host.file_lock import lock_file
+from model.host.disk_cache import DiskCache
 from model.host.huge_pages import anonymous_memory
 
 if TYPE_CHECKING:
@@ -46,7 +43,6 @@ _SOURCE_FILES = ("*.py", "*.cpp", "*.h")
 # libraries whose source is not known, for tests
 _KERNEL_OVERRIDES = frozenset({"GEMSERVE_SANITIZE", "GEMSERVE_CPU_KERNELS"})
 SUFFIX = ".weights"
-WRITING = ".writing-"
 MAGIC = b"gemserve packed1"
 _PREFIX = struct.Struct("<16sQQII")  # magic, bytes of the header and of the body, CRC-32 of each
 MAX_HEADER_BYTES = 1 << 26
@@ -55,8 +51,6 @@ ALIGNMENT = 4096  # of every tensor in the body, and of the body in the file
 SMALLEST_BYTES, LARGEST_BYTES = 64 << 20, 4 << 30
 MAX_TOTAL_BYTES = 8 << 30  # of all entries; the least recently used ones go
 FREE_BYTES = 1 << 30  # that the disk keeps beyond an entry
-ABANDONED_SECONDS = 3600.0  # after which a half-written file belongs to nobody
-JUST_MADE_SECONDS = 60.0  # in which it may have no lock yet
 
 
 def weight_cache_key(checkpoint: "Checkpoint", *, dtype: str, device: str, quantization: str) -> str | None:
@@ -92,9 +86,8 @@ class WeightCache:
     """One entry: begins to read it at once, where it exists."""
 
     def __init__(self, folder: Path, key: str, *, smallest: int = SMALLEST_BYTES) -> None:
-        self._folder = folder
+        self._cache = DiskCache(folder)
         self._file = folder / f"{key}{SUFFIX}"
-        self._half_written = f"{WRITING}{key}-"
         self._smallest = smallest
         self._entry: _Entry | None = None
         self._fault: str | None = None
@@ -118,8 +111,7 @@ class WeightCache:
                 raise _DamagedError("it holds another network")
         except _DamagedError as error:
             logger.warning("The packed weights in %s are not used and are made again: %s.", self._file, error)
-            with contextlib.suppress(OSError):
-                self._file.unlink()
+            self._cache.discard(self._file.name)
             return False
         with contextlib.suppress(OSError):
             os.utime(self._file)  # when it was last used
@@ -134,77 +126,40 @@ class WeightCache:
         layout = _Layout(forms)
         if not self._smallest <= layout.body_bytes <= LARGEST_BYTES:
             return
+        folder, name = self._cache.folder, self._file.name
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            if self._is_written_elsewhere():
-                logger.info("Packed weights are kept in %s by another start.", self._folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            # A start that began at the same time; at worst it is written twice.
+            if self._file.exists() or self._cache.is_being_written(name):
+                logger.info("Packed weights are kept in %s by another start.", folder)
                 return
-            self._tidy(layout.body_bytes)
-            free = shutil.disk_usage(self._folder).free
+            self._cache.remove_left_overs()
+            self._make_room(layout.body_bytes)
+            free = shutil.disk_usage(folder).free
             if free < layout.body_bytes + FREE_BYTES:
-                logger.info(
-                    "Packed weights are not kept in %s: only %d MiB are free.", self._folder, free >> 20
-                )
+                logger.info("Packed weights are not kept in %s: only %d MiB are free.", folder, free >> 20)
                 return
             logger.info(
                 "Keeping packed weights (%d MiB) in %s; later starts read them.",
                 layout.body_bytes >> 20,
-                self._folder,
+                folder,
             )
-            self._write(layout)
-        except OSError as error:
-            logger.warning("Packed weights cannot be kept in %s: %s.", self._folder, error.strerror or error)
-
-    def _write(self, layout: "_Layout") -> None:
-        descriptor, name = tempfile.mkstemp(dir=self._folder, prefix=self._half_written)
-        try:
-            with os.fdopen(descriptor, "wb") as stream:
-                with contextlib.suppress(OSError):  # a file system without locks
-                    lock_file(stream)  # goes with the process, however it ends
+            with self._cache.writing(name) as stream:
                 layout.write(stream)
-                stream.flush()
-                os.fsync(stream.fileno())
-                # mkstemp makes it private; a cache filled by an image or another user must be readable
-                os.chmod(name, 0o644)
-                os.replace(name, self._file)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        except OSError as error:
+            logger.warning("Packed weights cannot be kept in %s: %s.", folder, error.strerror or error)
 
-    def _is_written_elsewhere(self) -> bool:
-        """Whether a start that began at the same time has written this entry, or is about it. At worst it is
-        written twice."""
-        if self._file.exists():
-            return True
-        for file in self._folder.glob(f"{self._half_written}*"):
-            with contextlib.suppress(OSError), file.open("rb") as stream:
-                try:
-                    lock_file(stream)
-                except BlockingIOError:
-                    return True
-        return False
-
-    def _tidy(self, needed: int) -> None:
-        """Remove what was left half-written, and the entries used longest ago that leave no room for
-        ``needed`` more bytes."""
-        for file in self._folder.glob(f"{WRITING}*"):
-            with contextlib.suppress(OSError), file.open("rb") as stream:
-                age = time.time() - os.fstat(stream.fileno()).st_mtime
-                if age <= JUST_MADE_SECONDS:
-                    continue
-                if age <= ABANDONED_SECONDS:
-                    lock_file(stream)  # OSError: whoever writes it is still there, or nobody can know
-                file.unlink()
+    def _make_room(self, needed: int) -> None:
+        """Remove the entries used longest ago that leave no room for ``needed`` more bytes."""
         entries = []
-        for file in self._folder.glob(f"*{SUFFIX}"):
+        for file in self._cache.folder.glob(f"*{SUFFIX}"):
             with contextlib.suppress(OSError):
                 entries.append((file.stat(), file))
         room = MAX_TOTAL_BYTES - needed
         for status, file in sorted(entries, key=lambda entry: entry[0].st_mtime, reverse=True):
             room -= status.st_size
             if room < 0:
-                with contextlib.suppress(OSError):
-                    file.unlink()
+                self._cache.discard(file.name)
 
     def _read(self) -> None:
         try:

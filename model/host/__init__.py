@@ -1,1 +1,1 @@
-"""What the machine offers: processor features, memory, huge pages, cache folder, locks, torch's libraries."""
+"""What the machine offers: processor features, memory, huge pages, the cache on disk, torch's libraries."""

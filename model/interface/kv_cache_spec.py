@@ -23,6 +23,12 @@ def ceil_div(a: Count, b: int) -> Count:
     return -(-a // b)
 
 
+def first_visible_key(position: int, window: int | None) -> int:
+    """The position of the first key that a query at ``position`` reads: with a window of W tokens, which
+    counts the query itself, keys s with position - W < s <= position."""
+    return 0 if window is None else max(0, position - window + 1)
+
+
 @dataclass(frozen=True, slots=True)
 class BlockCount:
     """Blocks of each group."""
@@ -72,11 +78,11 @@ class KVCacheSpec:
         """Index of the first local block that a sequence with so many computed tokens keeps; all before it
         are recycled.
 
-        Counted from the last full block: a query at position t >= n reads keys s > t - W, hence s >= n - W +
-        1 at least.
+        The next queries stand at positions from ``num_computed_tokens`` on. Counted from the last full block,
+        which may be a little earlier, so that the blocks that are full can be hit as a prefix.
         """
         last_full = num_computed_tokens - num_computed_tokens % self.block_size
-        return max(0, last_full - self.sliding_window + 1) // self.block_size
+        return first_visible_key(last_full, self.sliding_window) // self.block_size
 
     def global_blocks(self, num_tokens: Count) -> Count:
         """Blocks of the global group that hold so many tokens; of the local group too, the recycled ones

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from model.config.gemma3_config import Gemma3Config
+from model.config.tensors import FINAL_NORM, HEAD, layer_linears, layer_tensors, model_tensors
 from model.interface.errors import CheckpointError
 from model.network.forward_batch import ForwardBatch
 from model.network.kv_cache import KVCache
@@ -26,29 +27,17 @@ Rotary = tuple[torch.Tensor, torch.Tensor]  # cos, sin float32 [n, D / 2]
 class Attention(nn.Module):
     """Grouped-query attention with normalised queries and keys, over the paged cache."""
 
-    def __init__(self, ops: Ops, config: Gemma3Config, prefix: str) -> None:
+    def __init__(self, ops: Ops, config: Gemma3Config, layer: int) -> None:
         super().__init__()
+        tensors, linears = layer_tensors(config, layer), layer_linears(config, layer)
         self.ops = ops
         self.eps = config.rms_norm_eps
         self.query_scale = config.query_pre_attn_scalar**-0.5
         self.num_heads = config.num_attention_heads
-        head_dim = config.head_dim
-        query_size, kv_size = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-        self.qkv = Linear(
-            ops,
-            "qkv",
-            config.hidden_size,
-            {
-                f"{prefix}q_proj.weight": query_size,
-                f"{prefix}k_proj.weight": kv_size,
-                f"{prefix}v_proj.weight": kv_size,
-            },
-        )
-        self.output = Linear(
-            ops, "attention_output", query_size, {f"{prefix}o_proj.weight": config.hidden_size}
-        )
-        self.q_norm = NormScale(ops, f"{prefix}q_norm.weight", head_dim)
-        self.k_norm = NormScale(ops, f"{prefix}k_norm.weight", head_dim)
+        self.qkv = Linear(ops, linears["qkv"])
+        self.output = Linear(ops, linears["attention_output"])
+        self.q_norm = NormScale(ops, tensors["self_attn.q_norm"])
+        self.k_norm = NormScale(ops, tensors["self_attn.k_norm"])
 
     def forward(
         self, hidden: torch.Tensor, rotary: Rotary, cache: LayerCache, metadata: AttentionMetadata
@@ -70,13 +59,12 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """GeGLU: down(gelu_tanh(gate(x)) * up(x))."""
 
-    def __init__(self, ops: Ops, config: Gemma3Config, prefix: str) -> None:
+    def __init__(self, ops: Ops, config: Gemma3Config, layer: int) -> None:
         super().__init__()
+        linears = layer_linears(config, layer)
         self.ops = ops
-        size = config.intermediate_size
-        pieces = {f"{prefix}gate_proj.weight": size, f"{prefix}up_proj.weight": size}
-        self.gate_up = Linear(ops, "gate_up", config.hidden_size, pieces)
-        self.down = Linear(ops, "down", size, {f"{prefix}down_proj.weight": config.hidden_size})
+        self.gate_up = Linear(ops, linears["gate_up"])
+        self.down = Linear(ops, linears["down"])
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.down(self.ops.geglu(self.gate_up(hidden)))  # type: ignore[no-any-return]
@@ -91,19 +79,13 @@ class DecoderLayer(nn.Module):
         self.ops = ops
         self.eps = config.rms_norm_eps
         self.is_global = config.global_layers[layer]
-        prefix = f"model.layers.{layer}."
-        self.input_norm = NormScale(ops, f"{prefix}input_layernorm.weight", config.hidden_size)
-        self.attention = Attention(ops, config, f"{prefix}self_attn.")
-        self.post_attention_norm = NormScale(
-            ops, f"{prefix}post_attention_layernorm.weight", config.hidden_size
-        )
-        self.pre_feedforward_norm = NormScale(
-            ops, f"{prefix}pre_feedforward_layernorm.weight", config.hidden_size
-        )
-        self.mlp = MLP(ops, config, f"{prefix}mlp.")
-        self.post_feedforward_norm = NormScale(
-            ops, f"{prefix}post_feedforward_layernorm.weight", config.hidden_size
-        )
+        tensors = layer_tensors(config, layer)
+        self.input_norm = NormScale(ops, tensors["input_layernorm"])
+        self.attention = Attention(ops, config, layer)
+        self.post_attention_norm = NormScale(ops, tensors["post_attention_layernorm"])
+        self.pre_feedforward_norm = NormScale(ops, tensors["pre_feedforward_layernorm"])
+        self.mlp = MLP(ops, config, layer)
+        self.post_feedforward_norm = NormScale(ops, tensors["post_feedforward_layernorm"])
 
     def forward(
         self,
@@ -158,7 +140,7 @@ class Gemma3(nn.Module):
         self.layers = nn.ModuleList(
             DecoderLayer(ops, config, layer) for layer in range(config.num_hidden_layers)
         )
-        self.final_norm = NormScale(ops, "model.norm.weight", config.hidden_size)
+        self.final_norm = NormScale(ops, model_tensors(config)[FINAL_NORM])
         self.head = Head(ops, config, num_valid_tokens)
         self.operands: list[LayerOperands] = []  # one per layer, once the weights are there
         self.runs_whole_layers = True  # all as one operation, where the backend has it
@@ -174,7 +156,7 @@ class Gemma3(nn.Module):
         for owner in self.weight_owners().values():
             slots.update(owner.slots())
         if self.config.tie_word_embeddings:
-            del slots["lm_head.weight"]
+            del slots[HEAD]
         return slots
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from model.config.gemma3_config import Gemma3Config
-from model.ops.interface import LinearRole, LinearWeight, Ops, PackedForm
+from model.config.tensors import EMBEDDING, HEAD, LinearRole, LinearSpec, TensorSpec, model_tensors
+from model.ops.interface import LinearWeight, Ops, PackedForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,24 +29,32 @@ class Linear(nn.Module):
     """A linear layer without bias whose rows come from one or several tensors of the checkpoint (fused q, k,
     v or gate, up)."""
 
-    def __init__(self, ops: Ops, role: LinearRole, in_features: int, pieces: Mapping[str, int]) -> None:
-        """``pieces`` maps each checkpoint name to its number of output features, in order."""
+    def __init__(self, ops: Ops, spec: LinearSpec) -> None:
         super().__init__()
         self.ops = ops
-        self.role = role
-        self.in_features = in_features
-        self.out_features = sum(pieces.values())
-        self.pieces = dict(pieces)
-        self.missing = set(pieces)
+        self.spec = spec
+        self.missing = {piece.name for piece in spec.pieces}
         self.weight: torch.Tensor | None = None  # [out_features, in_features] while being filled
         self.packed: LinearWeight | None = None
+
+    @property
+    def role(self) -> LinearRole:
+        return self.spec.role
+
+    @property
+    def in_features(self) -> int:
+        return self.spec.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.spec.out_features
 
     def slots(self) -> dict[str, WeightSlot]:
         slots = {}
         first_row = 0
-        for name, rows in self.pieces.items():
-            slots[name] = WeightSlot((rows, self.in_features), self._filler(name, first_row))
-            first_row += rows
+        for piece in self.spec.pieces:
+            slots[piece.name] = WeightSlot(piece.shape, self._filler(piece.name, first_row))
+            first_row += piece.shape[0]
         return slots
 
     def _filler(self, name: str, first_row: int) -> Callable[[torch.Tensor], None]:
@@ -94,7 +103,7 @@ class Head(Linear):
     sampled."""
 
     def __init__(self, ops: Ops, config: Gemma3Config, num_valid_tokens: int) -> None:
-        super().__init__(ops, "head", config.hidden_size, {"lm_head.weight": config.vocab_size})
+        super().__init__(ops, LinearSpec("head", (model_tensors(config)[HEAD],)))
         self.num_valid_tokens = num_valid_tokens
 
     def accepts(self, form: PackedForm) -> bool:
@@ -119,11 +128,11 @@ class Head(Linear):
 class NormScale(nn.Module):
     """Gemma's RMSNorm weight, kept as the float32 factor (1 + weight) that the operations multiply by."""
 
-    def __init__(self, ops: Ops, name: str, size: int) -> None:
+    def __init__(self, ops: Ops, spec: TensorSpec) -> None:
         super().__init__()
-        self.name = name
+        self.name = spec.name
         self.device = ops.device
-        self.scale = torch.empty(size, dtype=torch.float32, device="meta")
+        self.scale = torch.empty(spec.shape, dtype=torch.float32, device="meta")
 
     def slots(self) -> dict[str, WeightSlot]:
         return {self.name: WeightSlot(tuple(self.scale.shape), self._fill)}
@@ -152,12 +161,12 @@ class Embedding(nn.Module):
     def __init__(self, ops: Ops, config: Gemma3Config) -> None:
         super().__init__()
         self.ops = ops
-        self.shape = (config.vocab_size, config.hidden_size)
+        self.shape = model_tensors(config)[EMBEDDING].shape
         self.weight = torch.empty(self.shape, dtype=ops.dtype, device="meta")
         self.normalizer = torch.tensor(config.hidden_size**0.5, dtype=ops.dtype, device=ops.device)
 
     def slots(self) -> dict[str, WeightSlot]:
-        return {"model.embed_tokens.weight": WeightSlot(self.shape, self._fill)}
+        return {EMBEDDING: WeightSlot(self.shape, self._fill)}
 
     def _fill(self, tensor: torch.Tensor) -> None:
         self.weight = torch.empty(self.shape, dtype=self.ops.dtype, device=self.ops.device).copy_(tensor)

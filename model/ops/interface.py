@@ -12,9 +12,11 @@ is contiguous unless said otherwise. Everything runs under torch.inference_mode(
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+
+from model.config.tensors import LinearRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +25,6 @@ class LayerCache:
 
     keys: torch.Tensor  # [num_blocks, block_size, kv_heads, head_dim]
     values: torch.Tensor  # the same
-
-
-LinearRole = Literal["qkv", "attention_output", "gate_up", "down", "head"]
 
 
 class LinearWeight(Protocol):

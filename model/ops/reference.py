@@ -12,8 +12,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 
+from model.config.tensors import LinearRole
 from model.host.cpu_features import cpu_computes_bfloat16
-from model.ops.interface import AttentionMetadata, Candidates, LinearRole, LinearWeight, Ops
+from model.interface.kv_cache_spec import first_visible_key
+from model.ops.interface import AttentionMetadata, Candidates, LinearWeight, Ops
 
 # attention scores held at once (32 MiB of float32): queries of a long prefill are sliced to stay below
 MAX_SCORES = 1 << 23
@@ -75,7 +77,7 @@ def plan_attention(metadata: AttentionMetadata) -> AttentionPlan:
             token += num_queries
             continue
         start = context - num_queries
-        first = 0 if metadata.window is None else max(0, start - metadata.window + 1)
+        first = first_visible_key(start, metadata.window)
         if num_queries == 1:
             decodes[(context - first).bit_length()].append((i, token, first, context))
         elif num_queries:
@@ -316,7 +318,7 @@ def _prefill_attention(
     for first in range(0, num_queries, step):
         count = min(step, num_queries - first)
         place = first_query + first
-        low = 0 if window is None else max(0, place - window + 1)
+        low = first_visible_key(place, window)
         high = place + count
         grouped = query[first : first + count].float().view(count, num_kv_heads, group, head_dim) * scale
         grouped = grouped.permute(1, 2, 0, 3).reshape(num_kv_heads, group * count, head_dim)

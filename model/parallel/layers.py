@@ -4,17 +4,19 @@ linears among it, is that of a smaller model and knows of no other rank.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import torch
 
 from model.config.gemma3_config import Gemma3Config
+from model.config.tensors import LinearSpec, layer_linears
 from model.interface.errors import ConfigError
 from model.network.gemma3 import Gemma3
 from model.network.layers import Embedding, Head, Linear
-from model.ops.interface import LinearRole, Ops
+from model.ops.interface import Ops
 from model.parallel.group import Group
 from model.parallel.split import FLAG, Part, divided_config
-from model.precision import GROUP, HEAD
+from model.precision import GROUP
 
 MAX_ROWS = 64  # of logits gathered at once
 
@@ -23,7 +25,7 @@ class RowParallelLinear(Linear):
     """Each rank multiplies its share of the input features; the products are summed up."""
 
     def __init__(self, group: Group, whole: Linear) -> None:
-        super().__init__(whole.ops, whole.role, whole.in_features, whole.pieces)
+        super().__init__(whole.ops, whole.spec)
         self.group = group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -56,8 +58,9 @@ class DividedHead(Head):
         super().__init__(ops, part.whole, part.num_valid_tokens)
         self.group = group
         self.widths = part.widths
-        self.out_features = len(part.embedding_rows)
-        self.pieces = {HEAD: self.out_features}
+        (head,) = self.spec.pieces
+        rows = replace(head, shape=(len(part.embedding_rows), self.in_features))
+        self.spec = LinearSpec("head", (rows,))
         self.announce: Callable[[int], None] | None = None  # that so many rows are sent next
         # Taken once, so that it is there when memory runs out: what each rank sends and rank 0 receives, and
         # hidden states.
@@ -128,16 +131,10 @@ def check_quantization(quantization: str, whole: Gemma3Config, size: int) -> Non
     """Refuse weights in fewer bits whose groups of inputs a division would cut. Raises ConfigError."""
     if quantization not in ("int8", "int4"):
         return
-    rank = divided_config(whole, size)
-    inputs: dict[LinearRole, tuple[int, int]] = {
-        "attention_output": (
-            whole.num_attention_heads * whole.head_dim,
-            rank.num_attention_heads * rank.head_dim,
-        ),
-        "down": (whole.intermediate_size, rank.intermediate_size),
-    }
-    for role, (undivided, divided) in inputs.items():
-        if undivided % GROUP == 0 and divided % GROUP:
+    rank = layer_linears(divided_config(whole, size), 0)
+    for role, linear in layer_linears(whole, 0).items():
+        divided = rank[role].in_features
+        if linear.in_features % GROUP == 0 and divided % GROUP:
             raise ConfigError(
                 f"--quantization {quantization} keeps weights in groups of {GROUP} inputs, and {FLAG} {size} "
                 f"would cut those of the {role} layers: {divided} inputs on each rank. "

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from model.config.gemma3_config import Gemma3Config
+from model.config.tensors import model_tensors
 from model.interface.errors import ConfigError
-from model.precision import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     import torch
@@ -80,23 +80,14 @@ class Part:
 
     def tensor(self, name: str, tensor: "torch.Tensor") -> "torch.Tensor":
         """This rank's part of one tensor of a checkpoint, as a view."""
-        config, head_dim = self.whole, self.whole.head_dim
-        kv_heads = config.num_key_value_heads
-        if name in (EMBEDDING, HEAD):
-            rows = self.embedding_rows
-            return tensor[rows.start : rows.stop]
-        match name.split(".")[-2]:
-            case "q_proj":
-                return self._rows(tensor, config.num_attention_heads * head_dim // self.size)
-            case "k_proj" | "v_proj":
-                first = self.rank * kv_heads // self.size
-                return tensor[first * head_dim : (first + max(1, kv_heads // self.size)) * head_dim]
-            case "gate_proj" | "up_proj":
-                return self._rows(tensor, config.intermediate_size // self.size)
-            case "o_proj" | "down_proj":
-                count = tensor.shape[1] // self.size
-                return tensor[:, self.rank * count : (self.rank + 1) * count]
-        return tensor
-
-    def _rows(self, tensor: "torch.Tensor", count: int) -> "torch.Tensor":
-        return tensor[self.rank * count : (self.rank + 1) * count]
+        spec = model_tensors(self.whole)[name]
+        if spec.split is None:
+            return tensor
+        if spec.role in ("embedding", "head"):
+            held = self.embedding_rows
+        else:
+            units, dim = spec.split.units, spec.split.dim
+            per_unit = spec.shape[dim] // units
+            first = self.rank * units // self.size
+            held = range(first * per_unit, (first + max(1, units // self.size)) * per_unit)
+        return tensor.narrow(spec.split.dim, held.start, len(held))

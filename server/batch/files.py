@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from model.host.file_lock import lock_file
 from model.interface.errors import ModelError
 from server.errors import shorten
 from server.settings.settings import SettingsError
@@ -176,9 +175,13 @@ class BatchOutput:
 def _take_alone(file: FileIO) -> None:
     """Until it is closed or the process ends. Raises BlockingIOError where another process has it; not every
     system has locks."""
-    with contextlib.suppress(ImportError):
-        try:
-            lock_file(file)
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
-                raise
+    from filelock import lock_descriptor  # takes longer to import than all else here
+
+    try:
+        is_ours = lock_descriptor(file.fileno(), blocking=False)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        return
+    if not is_ours:
+        raise BlockingIOError

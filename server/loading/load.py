@@ -87,7 +87,7 @@ def open_weight_cache(settings: Settings, checkpoint: "Checkpoint | None") -> "W
     if checkpoint is None or not settings.weight_cache or settings.tensor_parallel_size > 1:
         return None
     from model.execution.weight_cache import WeightCache, weight_cache_key
-    from model.host.cache_dir import default_cache_dir
+    from model.host.disk_cache import default_cache_dir
 
     key = weight_cache_key(
         checkpoint, dtype=settings.dtype, device=settings.device, quantization=settings.quantization

@@ -5,6 +5,7 @@ Imports no torch."""
 from dataclasses import asdict, dataclass
 
 from model.config.gemma3_config import Gemma3Config
+from model.config.tensors import parameter_count
 from model.interface.kv_cache_spec import KVCachePlan, KVCacheSpec, ceil_div
 
 FIT_LENGTHS = (1024, 8192, 32768)
@@ -136,8 +137,8 @@ def make_report(
     """``spec``, ``plan`` and ``weight_bytes`` are those of one device."""
     return PlanReport(
         name=name,
-        parameters_tied=config.parameter_count(tied=True),
-        parameters_untied=config.parameter_count(tied=False),
+        parameters_tied=parameter_count(config, tied=True),
+        parameters_untied=parameter_count(config, tied=False),
         tie_word_embeddings=config.tie_word_embeddings,
         layer_map=layer_map(config),
         num_global_layers=spec.num_global_layers,

@@ -17,8 +17,8 @@ from ray.cluster_utils import Cluster
 from safetensors.torch import save_file
 
 from deploy.ray.app import build
-from model.checkpoint.base import expected_shapes
 from model.config.gemma3_config import Gemma3Config
+from model.config.tensors import checkpoint_tensors
 from tests.deploy.kustomize import ROOT
 from tests.deploy.replicas import wait_until
 from tests.ports import free_port
@@ -50,9 +50,9 @@ def write_model(folder: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     generator = torch.Generator().manual_seed(0)
-    shapes = expected_shapes(Gemma3Config.from_hf(CONFIG))
+    tensors = checkpoint_tensors(Gemma3Config.from_hf(CONFIG))
     save_file(
-        {name: 0.05 * torch.randn(shape, generator=generator) for name, shape in shapes.items()},
+        {spec.name: 0.05 * torch.randn(spec.shape, generator=generator) for spec in tensors},
         folder / "model.safetensors",
     )
     build_library_tokenizer().save(str(folder / "tokenizer.json"))

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from model.checkpoint.base import expected_shapes
 from model.config.gemma3_config import SIZES, Gemma3Config
+from model.config.tensors import checkpoint_tensors
 
 PIECE = (1 << 20) + 7  # numbers drawn once and repeated; odd, so that no two rows of a matrix are alike
 VISION_TENSORS = {
@@ -102,11 +102,11 @@ def write_checkpoint(
     (folder / "config.json").write_text(json.dumps(raw))
     prefix = "language_model." if is_multimodal(size) else ""
     shards: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, shape in expected_shapes(config).items():
-        number = int(name.split(".")[2]) + 2 if ".layers." in name else 1
+    for spec in checkpoint_tensors(config):
+        number = int(spec.name.split(".")[2]) + 2 if ".layers." in spec.name else 1
         shards.setdefault(f"model-{number:05}-of-{len(global_layers) + 1:05}.safetensors", {})[
-            prefix + name
-        ] = shape
+            prefix + spec.name
+        ] = spec.shape
     if is_multimodal(size):
         shards[min(shards)] |= VISION_TENSORS
     piece = torch.randn(PIECE, generator=torch.Generator().manual_seed(seed))

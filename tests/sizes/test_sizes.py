@@ -11,6 +11,7 @@ import torch
 
 from model.checkpoint.open import open_checkpoint
 from model.config.gemma3_config import SIZES, Gemma3Config
+from model.config.tensors import parameter_count
 from model.network.gemma3 import Gemma3
 from model.ops.reference import ReferenceOps
 from tests.sizes.checkpoints import (
@@ -72,7 +73,7 @@ def test_a_network_of_any_size_is_built_and_planned_without_weights(size: str) -
 def test_true_widths_load_within_their_weights_and_one_matrix_and_run() -> None:
     for size, measured in run_sizes(["1b", "4b"], vocab_size=8192).items():
         config = cut_config(size, (False, True), 8192)[1]
-        assert measured.weights >= 2 * config.parameter_count(tied=True)
+        assert measured.weights >= 2 * parameter_count(config, tied=True)
 
 
 def test_the_vision_tower_is_skipped_with_a_line_in_the_log(

@@ -13,6 +13,7 @@ from typing import cast
 
 import torch
 
+from model.config.tensors import LinearRole
 from model.host.huge_pages import HugePageMemory
 from model.ops.cpu.build import load_library
 from model.ops.cpu.records import AttentionArguments, LayerArguments, RopeArguments, StepArguments
@@ -30,7 +31,6 @@ from model.ops.interface import (
     Candidates,
     LayerCache,
     LayerOperands,
-    LinearRole,
     LinearWeight,
     PackedForm,
 )

@@ -1,5 +1,5 @@
 """Compiles the C++ kernels on first use and loads them: one shared library without any tie to torch's or
-Python's headers, called through ctypes, so that it builds in seconds. It lives in the cache directory under a
+Python's headers, called through ctypes, so that it builds in seconds. It lives in the cache on disk under a
 key of everything it depends on, and ends with the SHA-256 of its own content: damage is noticed before it is
 mapped, and repaired. Concurrent starts build it once. ``python -m model.ops.cpu.build`` builds every variant
 ahead of time; with ``--prebuilt`` beside the code, for an image without a compiler and with a read-only file
@@ -11,22 +11,18 @@ kernels over wider vectors.
 
 import argparse
 import ctypes
-import fcntl
 import functools
 import hashlib
 import logging
 import os
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.host.cache_dir import default_cache_dir
 from model.host.cpu_features import CPU_ISAS, cpu_flags
+from model.host.disk_cache import DiskCache, default_cache_dir
 from model.ops.cpu.records import check_sizes
 
 logger = logging.getLogger(__name__)
@@ -115,16 +111,16 @@ def build(variant: Variant, cache_dir: Path, *, sanitize: bool = False) -> Path:
     compiler = _compiler()
     if compiler is None:
         raise BuildError("no C++ compiler was found; install g++, or set CXX to a GCC")
+    cache = DiskCache(cache_dir)
     try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with _locked(target.with_suffix(".lock")):
+        with cache.locked(target.name):
             if not _is_whole(target):
                 if target.exists():
                     logger.warning("The compiled CPU kernels %s are damaged and are built again.", target)
                 logger.info(
                     "Compiling the CPU kernels (%s) into %s; this happens once.", variant.name, target
                 )
-                _compile(compiler, variant, target, SANITIZED if sanitize else OPTIMISED)
+                _compile(compiler, variant, cache, target.name, SANITIZED if sanitize else OPTIMISED)
     except OSError as error:
         raise BuildError(
             f"the kernels cannot be built in {cache_dir} ({error}); set GEMSERVE_CACHE to a writable folder"
@@ -140,42 +136,24 @@ def _is_whole(library: Path) -> bool:
     return hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]
 
 
-def _seal(library: Path) -> None:
-    """Loaders don't look at what stands behind the end of a library."""
-    digest = hashlib.sha256(library.read_bytes()).digest()
-    with library.open("ab") as stream:
-        stream.write(digest)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-@contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    with file.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-
-
-def _compile(compiler: str, variant: Variant, target: Path, mode: tuple[str, ...]) -> None:
+def _compile(compiler: str, variant: Variant, cache: DiskCache, name: str, mode: tuple[str, ...]) -> None:
     flags = (*COMMON_FLAGS, *mode, *variant.compiler_flags)
-    prefix = f"build-{target.stem}-"
-    for left_over in target.parent.glob(f"{prefix}*"):  # of a build that was killed: the lock is ours
-        shutil.rmtree(left_over, ignore_errors=True)
-    # Next to the target, so that the last step is a rename on one file system.
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as folder:
+    with cache.workspace(name) as folder:
 
         def compile_one(source: Path) -> str:
-            result = str(Path(folder) / f"{source.stem}.o")
+            result = str(folder / f"{source.stem}.o")
             _run([compiler, *flags, "-c", str(source), "-o", result])
             return result
 
         with ThreadPoolExecutor(max_workers=max(1, min(4, len(os.sched_getaffinity(0))))) as pool:
             objects = list(pool.map(compile_one, _source_files()))
-        library = Path(folder) / target.name
+        library = folder / name
         sanitizers = [flag for flag in mode if flag.startswith("-fsanitize")]
         _run([compiler, "-shared", *sanitizers, *objects, "-pthread", "-o", str(library)])
-        _seal(library)
-        library.replace(target)
+        content = library.read_bytes()
+        with cache.writing(name) as stream:
+            stream.write(content)
+            stream.write(hashlib.sha256(content).digest())  # loaders don't look at what stands behind the end
 
 
 def _run(command: list[str]) -> None:

@@ -7,9 +7,10 @@ from typing import Literal
 
 import torch
 
+from model.config.tensors import LinearRole
 from model.host.huge_pages import HugePageMemory
 from model.ops.cpu.records import PackedWeightRecord
-from model.ops.interface import LinearRole, PackedForm
+from model.ops.interface import PackedForm
 from model.precision import FEW_BITS_SHARE, GROUP
 
 # "exact" keeps weights as they are, in bfloat16 where that loses nothing (half the bytes to read), else in

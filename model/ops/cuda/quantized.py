@@ -13,8 +13,9 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from model.config.tensors import LinearRole
 from model.interface.errors import ConfigError
-from model.ops.interface import LinearRole, LinearWeight
+from model.ops.interface import LinearWeight
 from model.ops.reference import ReferenceOps
 
 Quantization = Literal["int8", "fp8"]

@@ -9,6 +9,7 @@ from model.bench.contexts import decode_step, plan_for
 from model.bench.gpu import BENCHED, TINY, Bench, Card, main, prefill_work, random_runner
 from model.bench.step import decode_work
 from model.config.gemma3_config import SIZES
+from model.config.tensors import parameter_count
 from model.interface.kv_cache_spec import KVCachePlan
 from model.interface.running_batch import GLOBAL, LOCAL
 from model.interface.sampling_params import SamplingParams
@@ -65,7 +66,7 @@ def test_what_does_not_fit_is_skipped_and_said(
 ) -> None:
     spec = TINY.kv_cache_spec(16, 4)
     smaller, larger = (plan_for(spec, 3, context) for context in (40, 3000))
-    weights = TINY.parameter_count(tied=True) * 4
+    weights = parameter_count(TINY, tied=True) * 4
     room = max(weights, smaller.global_bytes + smaller.local_bytes) + 1000
     assert larger.global_bytes + larger.local_bytes > room
     monkeypatch.setattr(Bench, "room", lambda self: room)
@@ -100,7 +101,7 @@ def test_the_floors_count_what_a_step_must_do() -> None:
     runner = random_runner(TINY, CPU, torch.float32, "none")
     config = TINY
     # the embedding is only looked up
-    matrices = config.parameter_count(tied=False) - config.vocab_size * config.hidden_size
+    matrices = parameter_count(config, tied=False) - config.vocab_size * config.hidden_size
     norms = config.num_hidden_layers * (4 * config.hidden_size + 2 * config.head_dim) + config.hidden_size
     per_token = runner.spec.bytes_per_token_per_layer
     read = sum(part[0] for part in decode_work(runner, 3, 200).values())

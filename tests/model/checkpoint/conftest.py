@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from model.checkpoint.base import Checkpoint, expected_shapes
+from model.checkpoint.base import Checkpoint
 from model.checkpoint.gguf_checkpoint import _LAYER as GGUF_LAYER_PARTS
 from model.checkpoint.gguf_checkpoint import canonical_name as gguf_canonical_name
 from model.checkpoint.open import open_checkpoint
 from model.config.gemma3_config import Gemma3Config
+from model.config.tensors import checkpoint_tensors
 
 HF_CONFIG: dict[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"],
@@ -74,8 +75,8 @@ def random_weights(config: Gemma3Config = CONFIG, seed: int = 0) -> dict[str, to
     """Canonical names, bfloat16."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.randn(shape, generator=generator).mul_(0.1).bfloat16()
-        for name, shape in expected_shapes(config).items()
+        spec.name: torch.randn(spec.shape, generator=generator).mul_(0.1).bfloat16()
+        for spec in checkpoint_tensors(config)
     }
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint.base import Checkpoint, expected_shapes, is_norm
+from model.checkpoint.base import Checkpoint
 from model.checkpoint.open import open_checkpoint
 from model.config.gemma3_config import SIZES
+from model.config.tensors import checkpoint_tensors, parameter_count
 
 
 @pytest.fixture(scope="module")
@@ -32,17 +33,17 @@ def test_it_is_the_published_270m(embedded: Checkpoint) -> None:
 
 
 def test_it_has_109_norms(embedded: Checkpoint) -> None:
-    assert sum(map(is_norm, expected_shapes(embedded.config))) == 109
+    assert [spec.role for spec in checkpoint_tensors(embedded.config)].count("norm") == 109
 
 
 def test_shapes_add_up_to_the_parameter_count(embedded: Checkpoint) -> None:
     total = 0
-    for shape in expected_shapes(embedded.config).values():
+    for spec in checkpoint_tensors(embedded.config):
         elements = 1
-        for dimension in shape:
+        for dimension in spec.shape:
             elements *= dimension
         total += elements
-    assert total == embedded.config.parameter_count(tied=True) == 268_098_176
+    assert total == parameter_count(embedded.config, tied=True) == 268_098_176
 
 
 def test_weights_stream_in_the_order_of_the_network(embedded: Checkpoint) -> None:

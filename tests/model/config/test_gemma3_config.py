@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from model.config.gemma3_config import SIZES, Gemma3Config
+from model.config.tensors import parameter_count
 from model.interface.errors import ConfigError
 
 FLAT: dict[str, Any] = {
@@ -148,8 +149,8 @@ def test_the_27b_gguf_has_a_query_scalar_of_168_and_linear_scaling() -> None:
 
 
 def test_parameter_counts_of_the_270m() -> None:
-    assert SIZES["270m"].parameter_count(tied=True) == 268_098_176
-    assert SIZES["270m"].parameter_count(tied=False) == 435_870_336
+    assert parameter_count(SIZES["270m"], tied=True) == 268_098_176
+    assert parameter_count(SIZES["270m"], tied=False) == 435_870_336
 
 
 def test_bytes_per_token_of_the_270m_in_bfloat16() -> None:

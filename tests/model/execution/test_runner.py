@@ -1,13 +1,18 @@
 """ModelRunner: loading, settings, memory, prompt scoring, and steps through its public interface."""
 
+import io
 import math
+import re
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from model import precision
 from model.checkpoint.open import open_checkpoint
+from model.config.tensors import parameter_count
 from model.execution import runner as runner_module
 from model.execution.runner import ModelRunner, resolve_dtype
 from model.interface.errors import ConfigError
@@ -16,6 +21,7 @@ from model.interface.sampling_params import SamplingParams
 from model.interface.sequence_chunk import StepInput, StepMemoryError
 from model.network.gemma3 import Gemma3
 from model.ops.reference import ReferenceOps
+from tests.model.checkpoint.conftest import random_weights, write_gguf
 from tests.model.harness import GREEDY, Harness, TestSequence, assert_close
 from tests.model.ops.cpu.harness import needs_kernels
 from tests.model.tiny_models import TINY_FOLDER, random_model, random_prompt
@@ -48,7 +54,7 @@ def test_load_run_and_generate() -> None:
     runner = ModelRunner.load(checkpoint, dtype="float32", device="cpu", block_size=4, progress=False)
     assert runner.dtype == "float32"
     # a backend may keep a tied head twice
-    assert runner.weight_bytes >= checkpoint.config.parameter_count(tied=True) * 4
+    assert runner.weight_bytes >= parameter_count(checkpoint.config, tied=True) * 4
     assert runner.spec.bytes_per_token_per_layer == 2 * 2 * 16 * 4
     assert runner.free_memory() > 0
     runner.allocate_cache(KVCachePlan(20, 20, 0, 0, 76))
@@ -60,6 +66,33 @@ def test_load_run_and_generate() -> None:
         sequence.tokens += result.token_ids
     fresh = harness.all_logits(sequence.tokens)
     assert sequence.tokens[20:] == fresh[19:-1].argmax(-1).tolist()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("form", ["gguf", "huggingface"])
+def test_loading_draws_one_bar_whatever_form_the_checkpoint_has(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = TINY_FOLDER / "gqa_sliding_window_pattern"
+    if form == "gguf":
+        source = write_gguf(tmp_path / "tiny.gguf", random_weights())
+    checkpoint = open_checkpoint(str(source), cache_dir=tmp_path)
+
+    def shown(*, progress: bool) -> str:
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stderr", terminal)
+        ModelRunner.load(checkpoint, dtype="float32", device="cpu", block_size=4, progress=progress)
+        return terminal.getvalue()
+
+    text = shown(progress=True)
+    bars = re.findall(r"(\S[^\r\n:]*): +0%\|", text)
+    assert bars == ["Loading weights"], text
+    assert "Loading weights: 100%|" in text
+    assert shown(progress=False) == ""
 
 
 def test_memory_is_told_by_what_it_holds() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from model.config.gemma3_config import SIZES
+from model.config.tensors import parameter_count
 from model.interface.errors import CheckpointError
 from model.network.gemma3 import Gemma3
 from model.ops.reference import ReferenceOps
@@ -147,10 +148,10 @@ def test_weight_bytes_count_a_tied_head_once() -> None:
     model = random_model()
     norms = sum(slot.shape[0] for slot in model.weight_slots().values() if len(slot.shape) == 1)
     # The factors of the norms are float32 in every dtype.
-    assert model.weight_bytes == CONFIG.parameter_count(tied=True) * 4
+    assert model.weight_bytes == parameter_count(CONFIG, tied=True) * 4
     assert (
         random_model(dtype=torch.bfloat16).weight_bytes
-        == (CONFIG.parameter_count(tied=True) - norms) * 2 + norms * 4
+        == (parameter_count(CONFIG, tied=True) - norms) * 2 + norms * 4
     )
 
 
@@ -165,4 +166,4 @@ def test_networks_of_all_published_sizes_have_the_right_weights(size: str) -> No
         for extent in slot.shape:
             elements *= extent
         count += elements
-    assert count == config.parameter_count(tied=True)
+    assert count == parameter_count(config, tied=True)

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from model.checkpoint.base import expected_shapes, is_norm
 from model.config.gemma3_config import SIZES, Gemma3Config
+from model.config.tensors import EMBEDDING, HEAD, checkpoint_tensors, parameter_count
 from model.interface.errors import ConfigError
 from model.interface.kv_cache_spec import ceil_div
 from model.parallel.layers import check_quantization
 from model.parallel.split import Part, divided_config, possible_sizes
-from model.precision import EMBEDDING, HEAD, weight_bytes
+from model.precision import weight_bytes
 from tests.model.tiny_models import CONFIG
 
 SMALL = replace(CONFIG, tie_word_embeddings=False)
@@ -53,8 +53,9 @@ def test_a_rank_holds_its_kv_heads_and_no_more(kv_heads: int, expected: int) -> 
 def test_parts_fit_together(kv_heads: int, size: int) -> None:
     config = replace(SMALL, num_key_value_heads=kv_heads)
     parts = [Part(config, 101, rank, size) for rank in range(size)]
-    for number, (name, shape) in enumerate(expected_shapes(config).items()):
-        whole = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+    for number, spec in enumerate(checkpoint_tensors(config)):
+        name = spec.name
+        whole = torch.randn(spec.shape, generator=torch.Generator().manual_seed(number))
         pieces = [dict(part.tensors([(name, whole)]))[name] for part in parts]
         if "norm" in name:
             assert all(torch.equal(piece, whole) for piece in pieces)
@@ -91,18 +92,16 @@ def test_every_row_of_the_vocabulary_has_one_rank_also_those_without_a_token() -
     assert parts[0].widths == [26, 25, 25, 25]
     assert [row for part in parts for row in part.embedding_rows] == list(range(128))
     assert [row for rank in range(4) for row in parts[0].rows_of(rank)] == list(range(101))
-    assert {EMBEDDING, HEAD} <= expected_shapes(SMALL).keys()
+    assert {EMBEDDING, HEAD} <= {spec.name for spec in checkpoint_tensors(SMALL)}
 
 
 @pytest.mark.parametrize(("name", "size"), [("1b", 4), ("27b", 8)])
 def test_the_weights_of_a_rank_are_counted(name: str, size: int) -> None:
     config = SIZES[name]
     part = Part(config, config.vocab_size, 0, size)
-    shapes = expected_shapes(config)
-    counted = sum(
-        part.tensor(tensor, torch.empty(shape, device="meta")).numel() for tensor, shape in shapes.items()
-    )
-    norms = sum(math.prod(shape) for tensor, shape in shapes.items() if is_norm(tensor))
+    tensors = checkpoint_tensors(config)
+    counted = sum(part.tensor(spec.name, torch.empty(spec.shape, device="meta")).numel() for spec in tensors)
+    norms = sum(math.prod(spec.shape) for spec in tensors if spec.role == "norm")
 
     def count(ranks: int) -> float:
         """Weights, by the bytes that they take in bfloat16 with norms in float32."""
@@ -118,8 +117,8 @@ def test_the_weights_of_a_rank_are_counted(name: str, size: int) -> None:
         return (num_bytes - 2 * norms) / 2
 
     assert count(size) == counted
-    assert count(1) == config.parameter_count(tied=True)
-    assert counted < config.parameter_count(tied=True) / size * 1.1 + ceil_div(config.hidden_size, 1)
+    assert count(1) == parameter_count(config, tied=True)
+    assert counted < parameter_count(config, tied=True) / size * 1.1 + ceil_div(config.hidden_size, 1)
 
 
 @pytest.mark.parametrize(

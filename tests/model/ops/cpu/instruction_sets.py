@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from model.host.cache_dir import default_cache_dir
 from model.host.cpu_features import CPU_ISA_VARIABLE, processor
+from model.host.disk_cache import default_cache_dir
 from model.ops.cpu.build import VARIANTS, Variant, build, detect_variant
 
 EMULATION = Path(__file__).with_name("emulate_avx512.h")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.host.cache_dir import default_cache_dir
+from model.host.disk_cache import default_cache_dir
 from model.ops.cpu import build as cpu_build
 from model.ops.reference import ReferenceOps
 from model.ops.select import select_ops
