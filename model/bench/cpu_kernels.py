@@ -2,14 +2,15 @@
 model.bench.cpu_kernels``.
 
 The floor of an operation is the larger of its bytes over the read bandwidth (a plain sum over memory far
-larger than the caches) and its floating-point operations over the rate of a float32 matrix product that stays
-in cache. Times are the best of many runs, so that other work on the machine does not count. Shapes are those
-of Gemma 3 270M.
+larger than the caches) and its products over the rate at which the processor's instructions make such
+products of what is in registers. Times are the best of many runs, so that other work on the machine does not
+count. Shapes are those of Gemma 3 270M.
 """
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle
 from typing import cast
 
@@ -17,7 +18,7 @@ import torch
 
 from model.ops.cpu.backend import CpuOps
 from model.ops.cpu.build import load_library
-from model.ops.cpu.weights import WeightStorage
+from model.ops.cpu.weights import FACTORS, Factor, PackedWeight, WeightStorage, products_per_row
 from model.ops.interface import AttentionMetadata, LinearWeight, Ops
 from model.ops.reference import ReferenceOps
 
@@ -74,23 +75,24 @@ def measure_bandwidth(budget: float = 1.0) -> float:
     return read.nbytes / seconds(read.run, budget)
 
 
-def measure_flops(budget: float = 0.5) -> float:
-    """Float32 operations per second of a product whose weight and inputs stay in cache."""
-    ops = CpuOps(CPU, torch.float32, "float32")
-    packed = ops.pack_linear(torch.randn(512, 256), "down")
-    x = torch.randn(48, 256)
-    return 2 * 48 * 512 * 256 / seconds(lambda: ops.linear(x, packed), budget)
+class PlainProducts:
+    """Multiplies what is in registers, on all threads, with the instructions of the kernels for weights whose
+    products are of such factors."""
+
+    ITEMS, ROUNDS = 256, 4_000  # some milliseconds, in items that are as small as those of the kernels
+
+    def __init__(self, factor: Factor) -> None:
+        kind = next(kind for kind, multiplied in FACTORS.items() if multiplied == factor)
+        self._multiply = partial(
+            load_library().multiply_in_registers, kind, self.ITEMS, self.ROUNDS, torch.get_num_threads()
+        )
+        self.count: int = self._multiply()  # of products
+
+    def run(self) -> None:
+        self._multiply()
 
 
-def measure_byte_products(budget: float = 0.5) -> float:
-    """Products of bytes per second that the processor's instructions make of what is in registers, on all
-    threads."""
-    library, threads, rounds = load_library(), torch.get_num_threads(), 100_000
-    products: int = library.multiply_bytes(rounds, threads)
-    return products / seconds(lambda: library.multiply_bytes(rounds, threads), budget)
-
-
-def _in_turn(ops: Ops, x: torch.Tensor, weights: list[LinearWeight], role: str) -> Callable[[], object]:
+def _in_turn(ops: Ops, x: torch.Tensor, weights: Sequence[LinearWeight], role: str) -> Callable[[], object]:
     """A function that multiplies by another weight each time."""
     turn = cycle(weights)
     multiply = ops.logits if role == "head" else ops.linear
@@ -108,9 +110,11 @@ class Bench:
         self.any_ops = next(iter(self.ops.values()))
         self.reference = ReferenceOps(CPU, dtype)
         self.bandwidth = measure_bandwidth(budget * 2)
-        self.flops = measure_flops(budget)
+        plain = {factor: PlainProducts(factor) for factor in dict.fromkeys(FACTORS.values())}
+        self.products = {factor: of.count / seconds(of.run, budget) for factor, of in plain.items()}
         print(f"{self.any_ops.name}, {dtype}, {torch.get_num_threads()} threads")
-        print(f"read bandwidth {self.bandwidth / 1e9:.1f} GB/s, float32 {self.flops / 1e9:.1f} GFLOP/s")
+        rates = ", ".join(f"{rate / 1e9:.1f}e9 of {factor}" for factor, rate in self.products.items())
+        print(f"read bandwidth {self.bandwidth / 1e9:.1f} GB/s, products per second: {rates}")
         print(f"{'operation':<42}{'ms':>9}{'floor':>9}{'of floor':>9}{'reference':>11}", flush=True)
 
     def report(
@@ -119,10 +123,11 @@ class Bench:
         function: Callable[[], object],
         reference: Callable[[], object] | None,
         num_bytes: float,
-        flops: float = 0,
+        products: float = 0,
+        factor: Factor = "float32",
     ) -> float:
         taken = seconds(function, self.budget)
-        floor = max(num_bytes / self.bandwidth, flops / self.flops)
+        floor = max(num_bytes / self.bandwidth, products / self.products[factor])
         other = f"{seconds(reference, self.budget) * 1e3:>11.3f}" if reference and self.with_reference else ""
         print(f"{name:<42}{taken * 1e3:>9.3f}{floor * 1e3:>9.3f}{floor / taken:>9.0%}{other}", flush=True)
         return taken
@@ -133,7 +138,8 @@ class Bench:
             for role, (n, k) in {**LINEARS, "head": (VOCABULARY, HIDDEN)}.items():
                 weight = (torch.randn(n, k) * 0.02).to(self.dtype)
                 copies = 1 if role == "head" else 8  # as many layers' worth that the caches do not hold them
-                packed = [ops.pack_linear(weight, "down") for _ in range(copies)]
+                packed = [cast(PackedWeight, ops.pack_linear(weight, "down")) for _ in range(copies)]
+                products = products_per_row(load_library(), packed[0])
                 plain = [
                     self.reference.pack_linear(weight.clone(), "down")
                     for _ in range(copies if self.with_reference else 0)
@@ -144,9 +150,8 @@ class Bench:
                     x = torch.randn(m, k).to(self.dtype)
                     num_bytes = packed[0].nbytes + (4 * m * n if role == "head" else 0)
                     ours, theirs = _in_turn(ops, x, packed, role), _in_turn(self.reference, x, plain, role)
-                    taken = self.report(
-                        f"{role} {n}x{k} {storage} m={m}", ours, theirs, num_bytes, 2.0 * m * n * k
-                    )
+                    name, factor = f"{role} {n}x{k} {storage} m={m}", packed[0].factor
+                    taken = self.report(name, ours, theirs, num_bytes, m * products, factor)
                     totals[storage, m] = totals.get((storage, m), 0) + taken * (
                         1 if role == "head" else LAYERS
                     )
@@ -200,7 +205,7 @@ class Bench:
             lambda: self.any_ops.paged_attention(query, keys, values, metadata, 0.06),
             lambda: self.reference.paged_attention(query, keys, values, metadata, 0.06),
             2.0 * touched * KV_HEADS * HEAD_DIM * keys.element_size(),
-            4.0 * seen * HEADS * HEAD_DIM,
+            2.0 * seen * HEADS * HEAD_DIM,
         )
 
     def rope(self, n: int) -> None:

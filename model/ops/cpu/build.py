@@ -234,7 +234,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "few_bits_panels": (long,),
         "few_bits_panel_bytes": (long, int_),
         "sketch_spreads": (long,),
-        "multiply_bytes": (long, int_),
+        "multiply_in_registers": (int_, long, long, int_),
         "greedy": (pointer, pointer, pointer, pointer, int_, long, pointer, int_),
     }
     for name, types in counts.items():

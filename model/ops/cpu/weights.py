@@ -2,6 +2,7 @@
 packing."""
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,6 +21,9 @@ from model.precision import FEW_BITS_SHARE, GROUP
 # multiplied by inputs of 8 bits, int8 ones by inputs of 16.
 WeightStorage = Literal["exact", "float32", "bfloat16", "int8", "int4"]
 _KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int5": 3, "int4": 3}
+# What the kernel for a kind of weights multiplies, both weights and inputs being widened or rounded to it.
+Factor = Literal["float32", "int16", "int8"]
+FACTORS: Mapping[int, Factor] = {0: "float32", 1: "float32", 2: "int16", 3: "int8"}
 _ELEMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
@@ -51,6 +55,16 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in (self.data, self.scales, self.sketch) if part is not None)
+
+    @property
+    def kind(self) -> int:
+        """Of the kernel that multiplies by it."""
+        return _KINDS[self.storage]
+
+    @property
+    def factor(self) -> Factor:
+        """What that kernel multiplies."""
+        return FACTORS[self.kind]
 
 
 def choose_storage(weight: torch.Tensor, wanted: WeightStorage, role: LinearRole) -> str:
@@ -106,6 +120,18 @@ def pack_head(
         sketch.weight.address, sketch.spreads.data_ptr(), packed.address, torch.get_num_threads()
     )
     return replace(packed, sketch=sketch)
+
+
+def products_per_row(library: ctypes.CDLL, weight: PackedWeight) -> int:
+    """Multiplications that a row of inputs takes. Where most of a weight has few bits, the panels of 8 bits
+    are multiplied in halves, one after the other (cpp/few_bits.h)."""
+    count = weight.out_features * weight.in_features
+    if weight.factor != "int8":
+        return count
+    num_panels: int = library.few_bits_panels(weight.out_features)
+    places = weight.data[: 8 * (num_panels + 1)].view(torch.int64)
+    in_halves = library.few_bits_panel_bytes(weight.in_features, library.few_bits_form(8, False))
+    return count + count * int((places.diff() == in_halves).sum()) // num_panels
 
 
 def _four_bits(library: ctypes.CDLL, out_features: int) -> torch.Tensor:

@@ -108,21 +108,3 @@ void linear_few_bits(const PackedWeight& weight, const void* x, bool x_bf16, int
 }
 
 }  // namespace gemserve
-
-// The arithmetic of few_bits_tile without its memory, to measure what the processor is able to: returns the
-// number of products.
-extern "C" int64_t multiply_bytes(int64_t rounds, int32_t threads) {
-  using namespace gemserve;
-  constexpr int SUMS = 8;
-  parallel_for(threads, threads, 1, [&](int64_t) {
-    alignas(64) int32_t inputs[SUMS] = {};
-    ByteSum sums[SUMS];
-    for (ByteSum& sum : sums) sum.start(set1i(0));
-    for (int64_t i = 0; i < rounds; ++i) {
-      asm volatile("" : : "r"(inputs) : "memory");  // for all the compiler knows, they are others now
-#pragma GCC unroll 8
-      for (int s = 0; s < SUMS; ++s) sums[s].add(set1i(0x01010101), set1i(inputs[s]));
-    }
-  });
-  return rounds * threads * SUMS * 4 * W;
-}
