@@ -31,6 +31,7 @@ LINEARS = {
     "down": (HIDDEN, INTERMEDIATE),
 }
 BLOCK_SIZE = 16
+FAR_LARGER_THAN_CACHES = 256 << 20  # bytes
 
 
 def seconds(function: Callable[[], object], budget: float) -> float:
@@ -60,7 +61,7 @@ class PlainRead:
             whole = tensor.view(torch.uint8).reshape(-1)[: tensor.nbytes // 4096 * 4096]
             self._memory = whole.view(torch.float32).view(64, -1)
         else:
-            self._memory = torch.empty(64, 1 << 20)
+            self._memory = torch.empty(64, FAR_LARGER_THAN_CACHES // (64 * 4))
             load_library().advise_huge_pages(self._memory.data_ptr(), self._memory.nbytes)
             self._memory.fill_(1.0)
         self.nbytes = self._memory.nbytes
@@ -137,8 +138,9 @@ class Bench:
         for storage, ops in self.ops.items():
             for role, (n, k) in {**LINEARS, "head": (VOCABULARY, HIDDEN)}.items():
                 weight = (torch.randn(n, k) * 0.02).to(self.dtype)
-                copies = 1 if role == "head" else 8  # as many layers' worth that the caches do not hold them
-                packed = [cast(PackedWeight, ops.pack_linear(weight, "down")) for _ in range(copies)]
+                packed = [cast(PackedWeight, ops.pack_linear(weight, "down"))]
+                copies = -(-FAR_LARGER_THAN_CACHES // packed[0].nbytes)  # multiplied by in turn
+                packed += [cast(PackedWeight, ops.pack_linear(weight, "down")) for _ in range(copies - 1)]
                 products = products_per_row(load_library(), packed[0])
                 plain = [
                     self.reference.pack_linear(weight.clone(), "down")
