@@ -10,6 +10,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import numpy as np
+
 from deploy.scaling.timing import Profile
 from deploy.scaling.workload import Demand, SimulatedRequest, requests_of
 from model.interface.running_batch import RunningBatch
@@ -47,7 +49,7 @@ class _TimedRunner:
         others = {
             i: ChunkResult() for i, chunk in enumerate(step.prefills, len(step.decodes)) if not chunk.samples
         }
-        return StepResult([TOKEN] * len(step), others)
+        return StepResult(np.full(len(step), TOKEN), others)
 
 
 class Replica:

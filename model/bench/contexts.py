@@ -52,7 +52,7 @@ def write_text(runner: ModelRunner, num_tokens: int) -> list[int]:
     batch.set_row_blocks(row, table, table)
     for position in range(num_tokens - 1):
         step = StepInput(batch, np.array([row]), np.array([position]), np.array(token_ids[-1:]))
-        token_ids += runner.run(step).token_ids
+        token_ids += runner.run(step).token_ids.tolist()
     runner.release_cache()
     return token_ids
 

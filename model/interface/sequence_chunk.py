@@ -132,19 +132,19 @@ class ChunkResult:
     error: str | None = None  # this sequence alone failed (non-finite numbers)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class StepResult:
     """What a step yielded, by the index of each sequence in it: a bare token, or more than that in
     ``others``."""
 
     # NO_TOKEN where the logits were not finite, and meaningless at the indices of ``others``
-    token_ids: list[int]
+    token_ids: IntArray
     others: dict[int, ChunkResult] = field(default_factory=dict)
 
     @classmethod
     def of(cls, results: Sequence[ChunkResult]) -> "StepResult":
         """Of one result per sequence."""
-        return cls([NO_TOKEN] * len(results), dict(enumerate(results)))
+        return cls(np.full(len(results), NO_TOKEN), dict(enumerate(results)))
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -153,7 +153,7 @@ class StepResult:
         other = self.others.get(index)
         if other is not None:
             return other
-        token_id = self.token_ids[index]
+        token_id = int(self.token_ids[index])
         return ChunkResult(error=NOT_FINITE) if token_id == NO_TOKEN else ChunkResult(token_ids=[token_id])
 
     def all(self) -> list[ChunkResult]:

@@ -1,6 +1,7 @@
 """A step between its launch and its results. Tokens are copied to pinned memory as soon as the device has
 drawn them, and an event says when they are there, so that nothing but the reader of the results waits."""
 
+import numpy as np
 import torch
 
 from model.interface.running_batch import IntArray
@@ -31,10 +32,10 @@ class PendingStep:
         """Waits for the device."""
         if self._copied is not None:
             self._copied.synchronize()
-        token_ids = [] if self._drawn is None else self._drawn.tolist()
-        if self._plain is None:
-            return StepResult(token_ids + [NO_TOKEN] * len(self._others), self._others)
-        of_all = [NO_TOKEN] * (len(token_ids) + len(self._others))
-        for index, token_id in zip(self._plain.tolist(), token_ids, strict=True):
-            of_all[index] = token_id
+        drawn = np.zeros(0, dtype=np.int64) if self._drawn is None else self._drawn.numpy()
+        if not self._others:
+            return StepResult(drawn)
+        of_all = np.full(len(drawn) + len(self._others), NO_TOKEN)
+        if self._plain is not None:
+            of_all[self._plain] = drawn
         return StepResult(of_all, self._others)

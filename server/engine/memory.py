@@ -57,7 +57,7 @@ def run_in_parts(runner: Runner, step: StepInput, on_fault: OnFault) -> StepResu
 
 def _joined(first: StepResult, second: StepResult) -> StepResult:
     moved = {index + len(first): other for index, other in second.others.items()}
-    return StepResult(first.token_ids + second.token_ids, first.others | moved)
+    return StepResult(np.concatenate((first.token_ids, second.token_ids)), first.others | moved)
 
 
 def _halves(chunk: SequenceChunk) -> tuple[SequenceChunk, SequenceChunk]:

@@ -352,8 +352,7 @@ class Scheduler:
     def _update_decodes(self, step: StepInput, result: StepResult) -> StepOutputs:
         """Arrays, but for requests that end or ask for more than their token."""
         rows, starts = step.decodes, step.starts
-        token_ids = result.token_ids[: len(rows)]
-        others = result.others
+        drawn, others = result.token_ids[: len(rows)], result.others
         if rows is self._running_rows:  # as in most steps
             requests = self.running.copy()
         else:
@@ -363,7 +362,8 @@ class Scheduler:
                 alive = [index for index, owner in enumerate(owners) if owner is not None]
                 rows, starts = rows[alive], starts[alive]
                 others = {new: others[old] for new, old in enumerate(alive) if old in others}
-                token_ids = [token_ids[index] for index in alive]
+                drawn = drawn[alive]
+        token_ids: list[int] = drawn.tolist()
         outputs = StepOutputs(requests, token_ids)
         special = {index for index in others if index < len(rows)}
         is_longest = starts + 2 >= self.batch.max_num_tokens[rows]
@@ -372,17 +372,17 @@ class Scheduler:
         if not all(ids.isdisjoint(token_ids) for ids in self._stop_tokens):
             special.update(i for i, r in enumerate(requests) if token_ids[i] in r.stop_token_ids)
         if not special:
-            self._advance(requests, token_ids, rows, starts)
+            self._advance(requests, drawn, rows, starts)
             return outputs
         bare = [index for index in range(len(rows)) if index not in special]
-        self._advance([requests[i] for i in bare], [token_ids[i] for i in bare], rows[bare], starts[bare])
-        each = StepResult(token_ids, others)
+        self._advance([requests[index] for index in bare], drawn[bare], rows[bare], starts[bare])
+        each = StepResult(drawn, others)
         for index in sorted(special):
             outputs.set_event(index, self._update_decode(requests[index], each[index]))
         return outputs
 
     def _advance(
-        self, requests: list[Request], token_ids: list[int], rows: IntArray, starts: IntArray
+        self, requests: Sequence[Request], token_ids: IntArray, rows: IntArray, starts: IntArray
     ) -> None:
         """The token at its start is computed, and each of the requests gets one more."""
         batch = self.batch
@@ -390,7 +390,7 @@ class Scheduler:
         batch.num_computed_tokens[rows] = num_computed
         batch.num_tokens[rows] = num_computed + 1
         batch.last_token_ids[rows] = token_ids
-        for request, token_id in zip(requests, token_ids, strict=True):
+        for request, token_id in zip(requests, token_ids.tolist(), strict=True):
             request.token_ids.append(token_id)
         full = np.flatnonzero(num_computed % self.kv.block_size == 0)
         if len(full):

@@ -34,7 +34,8 @@ def continuation(runner: ModelRunner, text: list[int]) -> list[int]:
     plan = plan_for(runner.spec, 1, len(text))
     runner.allocate_cache(plan)
     table = list(range(1, plan.num_global_blocks))
-    return runner.run(StepInput.of_prompt(text, table, GREEDY, samples=True)).token_ids
+    result = runner.run(StepInput.of_prompt(text, table, GREEDY, samples=True))
+    return [int(token_id) for token_id in result.token_ids]
 
 
 @pytest.mark.parametrize("context", [1, 2, 16, 17, 40, WINDOW])
@@ -44,7 +45,7 @@ def test_every_sequence_goes_on_with_the_text(runner: ModelRunner, context: int)
     expected = continuation(runner, text)
     decodes = Decodes(runner, 3, context, GREEDY, text)
     for _ in range(3):
-        assert decodes.run().token_ids == expected * 3
+        assert decodes.run().token_ids.tolist() == expected * 3
 
 
 def test_contexts_longer_than_the_text_end_with_it(runner: ModelRunner) -> None:

@@ -151,7 +151,7 @@ def test_a_step_is_its_parts(cut: int) -> None:
 
 def test_a_result_is_a_bare_token_a_fault_or_what_stands_beside() -> None:
     other = ChunkResult(token_ids=[4], logprobs=[])
-    result = StepResult([7, -1, -1], {2: other})
+    result = StepResult(np.array([7, -1, -1]), {2: other})
     assert [one.token_ids for one in result.all()] == [[7], [], [4]]
     assert result[1].error is not None
     assert result[2] is other

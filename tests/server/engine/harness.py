@@ -200,7 +200,8 @@ def step_result(results: Sequence[ChunkResult], is_plain: npt.NDArray[np.bool_])
         result.token_ids[0] if plain and result.error is None else NO_TOKEN
         for result, plain in zip(results, is_plain.tolist(), strict=True)
     ]
-    return StepResult(token_ids, {index: results[index] for index in np.flatnonzero(~is_plain).tolist()})
+    others = {index: results[index] for index in np.flatnonzero(~is_plain).tolist()}
+    return StepResult(np.array(token_ids, dtype=np.int64), others)
 
 
 class LazyRunner(CheckingRunner):
