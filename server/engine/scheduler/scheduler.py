@@ -62,6 +62,10 @@ class Scheduler:
         self.stats = EngineStats()
         self._request_of: list[Request | None] = [None] * self.batch.num_rows
         self._running_rows: IntArray | None = None  # of ``running``; None: to be read again
+        # Rows that got a bare token each in the last step: while all that run are these, all decode.
+        self._decoding_rows: IntArray | None = None
+        # every running request can get at least so many tokens more; 0: to be counted again
+        self._num_until_longest = 0
         # what ends running requests, and how many of them
         self._stop_tokens: Counter[frozenset[int]] = Counter()
         self._in_flight: deque[StepInput] = deque()  # given out, and their results not taken yet
@@ -155,9 +159,10 @@ class Scheduler:
             return None
         batch, rows = self.batch, self._rows
         num_tokens = batch.num_tokens[rows] + 1
-        goes_on = num_tokens < batch.max_num_tokens[rows]
-        if np.count_nonzero(goes_on) < len(rows):
-            rows, num_tokens = rows[goes_on], num_tokens[goes_on]
+        if self._num_until_longest <= 1:
+            goes_on = num_tokens < batch.max_num_tokens[rows]
+            if np.count_nonzero(goes_on) < len(rows):
+                rows, num_tokens = rows[goes_on], num_tokens[goes_on]
         if not len(rows) or not self._allocate_missing(rows, num_tokens):
             return None
         step = StepInput(batch, rows, num_tokens - 1, token_ids=None)
@@ -174,10 +179,14 @@ class Scheduler:
     def _schedule_decodes(self, step: ScheduledStep) -> list[Request]:
         """Schedules every request with one uncomputed token; the others are returned."""
         batch, rows = self.batch, self._rows
-        num_tokens = batch.num_tokens[rows]
+        num_tokens, limit = batch.num_tokens[rows], self.config.max_num_batched_tokens
+        all_decode = rows is self._decoding_rows and len(rows) <= limit
+        if all_decode and self._allocate_missing(rows, num_tokens):
+            step.decodes += self.running
+            return []
         has_one_left = num_tokens - batch.num_computed_tokens[rows] == 1
-        chosen, others = self.running, list[Request]()
-        limit = self.config.max_num_batched_tokens
+        chosen: list[Request] = self.running
+        others: list[Request] = []
         if np.count_nonzero(has_one_left) < len(rows) or len(rows) > limit:
             others = [self.running[index] for index in np.flatnonzero(~has_one_left)]
             indices = np.flatnonzero(has_one_left)[:limit]
@@ -306,7 +315,7 @@ class Scheduler:
         )
         self._request_of[request.row] = request
         self.running.append(request)
-        self._running_rows = None
+        self._running_rows, self._num_until_longest = None, 0
         self._stop_tokens[request.stop_token_ids] += 1
         self.kv.admit(request, hit)
         request.status = RequestStatus.RUNNING
@@ -366,14 +375,18 @@ class Scheduler:
         token_ids: list[int] = drawn.tolist()
         outputs = StepOutputs(requests, token_ids)
         special = {index for index in others if index < len(rows)}
-        is_longest = starts + 2 >= self.batch.max_num_tokens[rows]
-        if np.count_nonzero(is_longest):
-            special.update(np.flatnonzero(is_longest).tolist())
+        if self._num_until_longest <= 1:
+            self._num_until_longest = self._count_until_longest()
+        self._num_until_longest -= 1
+        if self._num_until_longest <= 0:
+            special.update(np.flatnonzero(starts + 2 >= self.batch.max_num_tokens[rows]).tolist())
         if not all(ids.isdisjoint(token_ids) for ids in self._stop_tokens):
             special.update(i for i, r in enumerate(requests) if token_ids[i] in r.stop_token_ids)
         if not special:
             self._advance(requests, drawn, rows, starts)
+            self._decoding_rows = rows
             return outputs
+        self._decoding_rows, self._num_until_longest = None, 0
         bare = [index for index in range(len(rows)) if index not in special]
         self._advance([requests[index] for index in bare], drawn[bare], rows[bare], starts[bare])
         each = StepResult(drawn, others)
@@ -486,6 +499,10 @@ class Scheduler:
             self._running_rows = _rows_of(self.running)
         return self._running_rows
 
+    def _count_until_longest(self) -> int:
+        num_left = self.batch.max_num_tokens[self._rows] - self.batch.num_tokens[self._rows]
+        return int(num_left.min(initial=self.config.max_model_len))
+
     def write_stats(self) -> None:
         """Refresh the gauges of ``stats``."""
         self.stats.num_running = len(self.running)
@@ -506,6 +523,11 @@ class Scheduler:
         assert self._in_flight or not self._held, "blocks are held for a step that does not run"
         assert not {id(r) for r in self.waiting} & {id(r) for r in self.running}
         assert [r.row for r in self.running] == self._rows.tolist()
+        assert self._num_until_longest <= self._count_until_longest(), "a request may end unnoticed"
+        if self._decoding_rows is self._rows:
+            has_one_left = batch.num_tokens[self._rows] - batch.num_computed_tokens[self._rows] == 1
+            is_output = batch.num_tokens[self._rows] > batch.num_prompt_tokens[self._rows]
+            assert (has_one_left & is_output).all(), "a request that does not decode"
         assert +self._stop_tokens == Counter(r.stop_token_ids for r in self.running)
         for request in self.running:
             row = request.row
