@@ -10,13 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from model.interface.kv_cache_spec import KVCacheSpec
-from model.interface.running_batch import NULL_BLOCK, IntArray
+from model.interface.running_batch import NULL_BLOCK
 from server.engine.kv.block_pool import BlockPool
 
 
 class BlockManager:
-    """What both kinds have in common. ``rows`` and ``indices`` name entries of the tables, one after the
-    other."""
+    """What both kinds have in common."""
 
     def __init__(self, pool: BlockPool, tables: npt.NDArray[np.int32]) -> None:
         """``tables``: [row, index], a group's part of ``RunningBatch.blocks``."""
@@ -27,10 +26,6 @@ class BlockManager:
         """The first entries of a row's table."""
         blocks: list[int] = self._tables[row, :length].tolist()
         return blocks
-
-    def cache_full_blocks(self, rows: IntArray, indices: IntArray, content_hashes: Sequence[bytes]) -> None:
-        """Make blocks findable whose keys and values have been computed."""
-        self.pool.cache_full_blocks(self._tables[rows, indices].tolist(), content_hashes)
 
     def free(self, row: int, length: int) -> None:
         """Give back a row's blocks. The last ones are reused first, so that shared beginnings live

@@ -63,6 +63,7 @@ class KVCacheManager:
         self.prefix_caching = prefix_caching
         self.full = FullAttentionManager(BlockPool(num_global_blocks, "global"), batch.blocks[GLOBAL])
         self.window = SlidingWindowManager(BlockPool(num_local_blocks, "local"), batch.blocks[LOCAL], spec)
+        self._pools = (self.full.pool, self.window.pool)  # by layer group
         self._hasher = BlockHasher(spec.block_size)
         self._requests: dict[Request, CachedRequest] = {}
         self._announced = AnnouncedBlocks()
@@ -155,16 +156,14 @@ class KVCacheManager:
 
     # -- while it runs ---------------------------------------------------------------------------------------
 
-    def allocate_slots(self, rows: IntArray, num_tokens: IntArray) -> bool:
-        """Give each row room for so many tokens in all; every one of them or none. False when the global pool
-        has too few blocks."""
-        held = self.batch.num_blocks[rows]
-        num_new = self.spec.global_blocks(num_tokens) - held
-        if (num_new == 1).all():  # as of decodes
-            return self._allocate(rows, held)
-        num_new = np.maximum(num_new, 0)
-        first = np.repeat(held - np.cumsum(num_new) + num_new, num_new)
-        return self._allocate(np.repeat(rows, num_new), first + np.arange(len(first)))
+    def allocate_slots(self, row: int, num_tokens: int) -> bool:
+        """Give a row room for so many tokens in all. False when the global pool has too few blocks."""
+        indices = np.arange(int(self.batch.num_blocks[row]), self.spec.global_blocks(num_tokens))
+        return self._allocate(np.full(len(indices), row), indices)
+
+    def append_blocks(self, rows: IntArray) -> bool:
+        """Give each row one block more; every one of them or none. False when the global pool has too few."""
+        return self._allocate(rows, self.batch.num_blocks[rows])
 
     def _allocate(self, rows: IntArray, indices: IntArray) -> bool:
         """New blocks for these entries of the tables, for all or for none."""
@@ -196,17 +195,15 @@ class KVCacheManager:
             full, cached = num_computed // block_size, record.num_cached_blocks
             if full > cached:
                 extend(record.hashes, request.token_ids, request.spec.cache_salt, full)
-                for index in range(cached, full):
-                    rows.append(request.row)
-                    indices.append(index)
-                    hashes.append(record.hashes[index])
+                rows += [request.row] * (full - cached)
+                indices += range(cached, full)
+                hashes += record.hashes[cached:full]
                 record.num_cached_blocks = full
                 if record.announced:
                     self._withdraw(record, full - cached)
         if hashes:
-            entries = np.array(rows), np.array(indices)
-            self.full.cache_full_blocks(*entries, hashes)
-            self.window.cache_full_blocks(*entries, hashes)
+            for pool, blocks in zip(self._pools, self.batch.blocks[:, rows, indices].tolist(), strict=True):
+                pool.cache_full_blocks(blocks, hashes)
 
     # -- the end ---------------------------------------------------------------------------------------------
 
@@ -235,7 +232,7 @@ class KVCacheManager:
 
     def write_stats(self, stats: EngineStats) -> None:
         stats.recycled_blocks_total = self.window.num_recycled
-        for pool in (self.global_pool, self.local_pool):
+        for pool in self._pools:
             pool.write_stats(stats.pools[pool.name], self.block_size)
 
     def check_invariants(self, requests: Sequence[Request]) -> None:

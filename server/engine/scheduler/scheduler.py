@@ -170,11 +170,9 @@ class Scheduler:
         return step
 
     def _allocate_missing(self, rows: IntArray, num_tokens: IntArray) -> bool:
-        """Slots for so many tokens in each of the rows, where there are not. Of all or of none."""
+        """Slots for so many tokens in each of the rows, which lack one at most. Of all or of none."""
         lacking = np.flatnonzero(num_tokens > self.batch.num_blocks[rows] * self.kv.block_size)
-        if not len(lacking):
-            return True
-        return self.kv.allocate_slots(rows[lacking], num_tokens[lacking])
+        return not len(lacking) or self.kv.append_blocks(rows[lacking])
 
     def _schedule_decodes(self, step: ScheduledStep) -> list[Request]:
         """Schedules every request with one uncomputed token; the others are returned."""
@@ -236,8 +234,8 @@ class Scheduler:
         return min(num_left, budget)
 
     def _allocate(self, request: Request, num_new_tokens: int) -> bool:
-        rows = np.array([request.row])
-        return self.kv.allocate_slots(rows, self.batch.num_computed_tokens[rows] + num_new_tokens)
+        num_computed = int(self.batch.num_computed_tokens[request.row])
+        return self.kv.allocate_slots(request.row, num_computed + num_new_tokens)
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int, step: ScheduledStep) -> bool:
         """Allocate, preempting from the tail while the global pool is dry. False when the request itself had
@@ -373,6 +371,7 @@ class Scheduler:
                 others = {new: others[old] for new, old in enumerate(alive) if old in others}
                 drawn = drawn[alive]
         token_ids: list[int] = drawn.tolist()
+        self.batch.last_token_ids[rows] = drawn
         outputs = StepOutputs(requests, token_ids)
         special = {index for index in others if index < len(rows)}
         if self._num_until_longest <= 1:
@@ -383,27 +382,26 @@ class Scheduler:
         if not all(ids.isdisjoint(token_ids) for ids in self._stop_tokens):
             special.update(i for i, r in enumerate(requests) if token_ids[i] in r.stop_token_ids)
         if not special:
-            self._advance(requests, drawn, rows, starts)
+            self._advance(requests, token_ids, rows, starts)
             self._decoding_rows = rows
             return outputs
         self._decoding_rows, self._num_until_longest = None, 0
         bare = [index for index in range(len(rows)) if index not in special]
-        self._advance([requests[index] for index in bare], drawn[bare], rows[bare], starts[bare])
+        self._advance([requests[i] for i in bare], [token_ids[i] for i in bare], rows[bare], starts[bare])
         each = StepResult(drawn, others)
         for index in sorted(special):
             outputs.set_event(index, self._update_decode(requests[index], each[index]))
         return outputs
 
     def _advance(
-        self, requests: Sequence[Request], token_ids: IntArray, rows: IntArray, starts: IntArray
+        self, requests: list[Request], token_ids: list[int], rows: IntArray, starts: IntArray
     ) -> None:
         """The token at its start is computed, and each of the requests gets one more."""
         batch = self.batch
         num_computed = starts + 1
         batch.num_computed_tokens[rows] = num_computed
         batch.num_tokens[rows] = num_computed + 1
-        batch.last_token_ids[rows] = token_ids
-        for request, token_id in zip(requests, token_ids.tolist(), strict=True):
+        for request, token_id in zip(requests, token_ids, strict=True):
             request.token_ids.append(token_id)
         full = np.flatnonzero(num_computed % self.kv.block_size == 0)
         if len(full):

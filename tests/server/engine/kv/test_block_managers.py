@@ -24,8 +24,8 @@ def window(num_blocks: int = 20) -> tuple[SlidingWindowManager, np.ndarray]:
 def test_full_attention_hits_the_longest_unbroken_prefix() -> None:
     manager, tables = full()
     tables[0, :5] = manager.pool.allocate(5)
-    manager.cache_full_blocks(
-        np.array([0] * 4), np.array([0, 1, 2, 4]), [HASHES[0], HASHES[1], HASHES[2], HASHES[4]]
+    manager.pool.cache_full_blocks(
+        tables[0, [0, 1, 2, 4]].tolist(), [HASHES[0], HASHES[1], HASHES[2], HASHES[4]]
     )
     assert manager.longest_hit(HASHES) == tables[0, :3].tolist()
     assert manager.longest_hit(HASHES[3:]) == []
@@ -37,7 +37,7 @@ def test_full_attention_hits_the_longest_unbroken_prefix() -> None:
 def test_the_last_blocks_of_a_row_are_reused_first() -> None:
     manager, tables = full(6)
     tables[0, :5] = manager.pool.allocate(5)
-    manager.cache_full_blocks(np.array([0] * 5), np.array(list(range(5))), HASHES[:5])
+    manager.pool.cache_full_blocks(tables[0, :5].tolist(), HASHES[:5])
     manager.free(0, 5)
     manager.pool.allocate(2)
     assert len(manager.longest_hit(HASHES)) == 3
@@ -46,7 +46,7 @@ def test_the_last_blocks_of_a_row_are_reused_first() -> None:
 def test_a_window_hits_where_all_that_it_reaches_is_held() -> None:
     manager, tables = window()
     tables[0, :8] = manager.pool.allocate(8)
-    manager.cache_full_blocks(np.array([0] * 5), np.array([3, 4, 5, 6, 7]), HASHES[3:8])
+    manager.pool.cache_full_blocks(tables[0, 3:8].tolist(), HASHES[3:8])
     assert manager.longest_hit(HASHES, 8) == 8
     assert manager.window_before(HASHES, 8) == tables[0, 6:8].tolist()
     assert manager.longest_hit(HASHES, 5) == 5

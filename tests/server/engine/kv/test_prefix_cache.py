@@ -1,6 +1,5 @@
 """Prefix caching over both pools: what may hit, what must not, and what is computed only once."""
 
-import numpy as np
 import pytest
 
 from model.interface.sampling_params import SamplingParams
@@ -191,7 +190,7 @@ def test_a_block_that_was_announced_and_is_filled_by_a_decode_is_awaited_no_long
     request = Request(EngineRequest("r", prompt(8, 0), SamplingParams(max_tokens=4)), RequestTimings(0.0))
     request.row = kv.batch.add(request.token_ids, 8, request.sampling)
     kv.admit(request, kv.get_computed_blocks(request))
-    assert kv.allocate_slots(np.array([request.row]), np.array([8]))
+    assert kv.allocate_slots(request.row, 8)
     kv.cache_full_blocks([request], [7])
     assert len(kv._announced) == 1
     kv.cache_full_blocks([request], [8])
