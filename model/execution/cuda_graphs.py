@@ -28,20 +28,20 @@ from model.ops.interface import AttentionMetadata
 
 logger = logging.getLogger(__name__)
 
-LARGEST_BATCH = 256  # beyond it, launching costs little beside the step itself
+LARGEST_BATCH = 256  # in larger batches launching costs little beside the step itself
 Step = Callable[[], torch.Tensor]
 
 
 def padded_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes that get a graph, ascending: 1, 2, 4 and multiples of 8, up to the one that holds
-    ``max_num_seqs``."""
+    """Choose the batch sizes that get a graph, ascending: 1, 2, 4 and multiples of 8, up to the one that
+    holds ``max_num_seqs``."""
     sizes = [1, 2, 4, *range(8, LARGEST_BATCH + 1, 8)]
     needed = next((index for index, size in enumerate(sizes) if size >= max_num_seqs), len(sizes) - 1)
     return tuple(sizes[: needed + 1])
 
 
 class Event(Protocol):
-    """A place in the device's queue of work, as ``torch.cuda.Event``."""
+    """A marker in the device's queue of work, like ``torch.cuda.Event``."""
 
     def record(self) -> None: ...
 
@@ -49,7 +49,7 @@ class Event(Protocol):
 
 
 class GraphDevice(Protocol):
-    """What graphs need of a device."""
+    """The operations that capturing and replaying need of a device."""
 
     def capture(self, step: Step) -> Step:
         """Run ``step`` to warm it up, record it, and return what replays it: the same tensor each time, with
@@ -57,14 +57,14 @@ class GraphDevice(Protocol):
         ...
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
-        """uint8 memory of the host, from which copies to the device do not block."""
+        """Allocate uint8 memory on the host from which copies to the device do not block."""
         ...
 
     def event(self) -> Event: ...
 
 
 class CudaGraphDevice:
-    """The real one: graphs on a stream of their own, in one memory pool."""
+    """CUDA graphs on a stream of their own, in one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -73,10 +73,10 @@ class CudaGraphDevice:
     def capture(self, step: Step) -> Step:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            step()  # compiles kernels and makes workspaces, neither of which can be recorded
+            step()  # warm-up: compiles kernels and allocates workspaces, which cannot be captured
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile, as that of a collective library does.
+        # thread_local: other threads, such as a collective library's, may use the device meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             output = step()
 
@@ -94,8 +94,8 @@ class CudaGraphDevice:
 
 
 class _StepBuffer:
-    """One run of bytes that holds what a step sends, on the host or on the device: views of its parts, an
-    entry per row."""
+    """A step's input in one piece of memory, on the host or on the device, so that one copy sends it; its
+    parts are views with an entry per row."""
 
     def __init__(self, memory: torch.Tensor, num_rows: int) -> None:
         columns_end = num_rows * 4 * 8
@@ -110,7 +110,7 @@ class _StepBuffer:
 
 
 class _Staging:
-    """Memory of the host for a step's input, which is not written again before the device has taken it."""
+    """Host memory for a step's input. It is not written again before the device has copied it."""
 
     def __init__(self, device: GraphDevice, num_rows: int) -> None:
         self.input = _StepBuffer(device.host_buffer(_StepBuffer.num_bytes(num_rows)), num_rows)
@@ -129,8 +129,8 @@ class _Staging:
 
 
 class DecodeGraphs:
-    """The graphs of one network over one cache. ``capture`` first; ``run`` then takes what ``accepts`` lets
-    through."""
+    """The graphs of one network over one cache. Call ``capture`` first; ``run`` then takes the steps that
+    ``accepts`` is true for."""
 
     @torch.inference_mode()
     def __init__(
@@ -142,7 +142,7 @@ class DecodeGraphs:
         sizes: Sequence[int],
         max_model_len: int,
     ) -> None:
-        """``sizes``: the batch sizes to make graphs of, ascending."""
+        """Allocate the buffers. ``sizes``: the batch sizes to make graphs of, ascending."""
         self.sizes = tuple(sizes)
         self._model, self._cache, self._spec, self._device = model, cache, spec, device
         self._num_rows = num_rows = self.sizes[-1]
@@ -154,14 +154,14 @@ class DecodeGraphs:
         )
         self._tables = torch.zeros(2, num_rows, table_width, dtype=torch.int32, device=target)
         self._query_start = torch.arange(num_rows + 1, dtype=torch.int32, device=target)
-        # Two, so that a step is laid out while the device still takes the one before.
+        # Two, so that the host fills one while the device still copies the other.
         self._staging = [_Staging(device, num_rows), _Staging(device, num_rows)]
         self._replays: dict[int, Step] = {}
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int] | None = None) -> None:
-        """Make the graphs of all sizes, or of these, largest first, so that the smaller ones fit into the
-        pool of the largest.
+        """Capture the graphs of ``sizes`` (all when None), largest first, so that the smaller ones fit into
+        the pool of the largest.
 
         Every row is padding meanwhile: nothing but the null block is written.
         """
@@ -171,8 +171,8 @@ class DecodeGraphs:
         logger.info("captured %d CUDA graphs in %.1f s", len(self._replays), time.monotonic() - began)
 
     def accepts(self, layout: StepLayout) -> bool:
-        """Whether this is a step that ``run`` can take: one token each, not too many, within the longest
-        length."""
+        """Whether ``run`` can take this step: one token per sequence, no more sequences than the largest
+        size, positions within the longest length."""
         count = len(layout.rows)
         return (
             count <= self._num_rows
@@ -183,9 +183,9 @@ class DecodeGraphs:
     def run(
         self, layout: StepLayout, block_tables: torch.Tensor, token_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        """Final hidden states [n, h] of the sequences' tokens: overwritten by the next step. ``block_tables``
-        int32 [group, n, table_width] are those of its rows; ``token_ids`` int64 [n] where the device has
-        drawn them."""
+        """Replay the step and return the final hidden states [n, h] of its tokens, which the next step
+        overwrites. ``block_tables`` int32 [group, n, table_width] are those of the step's rows; ``token_ids``
+        int64 [n] are given where the device has drawn them."""
         count = len(layout.rows)
         size = next(size for size in self.sizes if size >= count)
         self._staging.reverse()
@@ -199,7 +199,8 @@ class DecodeGraphs:
         return self._replays[size]()[:count]
 
     def _step(self, size: int) -> torch.Tensor:
-        """The network over the first ``size`` rows of the buffers: what is captured."""
+        """Run the network over the first ``size`` rows of the buffers; this is the function that is
+        captured."""
 
         def attention(group: int, slots: torch.Tensor, window: int | None) -> AttentionMetadata:
             return AttentionMetadata(
@@ -224,8 +225,8 @@ class DecodeGraphs:
 
 
 def _fill(target: _StepBuffer, layout: StepLayout, size: int) -> None:
-    """What the first ``size`` rows compute. Those of no sequence are padding: they write to the null block
-    and read nothing."""
+    """Fill in the input of the first ``size`` rows. Rows without a sequence are padding: they write to the
+    null block and read nothing."""
     count = len(layout.rows)
     global_slots, local_slots = layout.slots
     columns = (target.token_ids, target.positions, target.global_slots, target.local_slots)

@@ -7,26 +7,26 @@ import torch
 from model.interface.running_batch import GLOBAL, LOCAL, RunningBatch
 from model.network.forward_batch import to_device
 
-NUM_POSITIONS = 1  # that a row computes in one step
+NUM_POSITIONS = 1  # positions that a row computes in one step
 
 
 class DeviceBatch:
-    """The device's side of one RunningBatch. Whatever is done to it is done in the order of the steps."""
+    """The device's copy of one RunningBatch. Its methods must be called in the order of the steps."""
 
     def __init__(self, batch: RunningBatch, device: torch.device, *, mirrors_tables: bool) -> None:
-        """``mirrors_tables``: the device has block tables of its own; else each step brings those that it
-        needs."""
+        """Copy the batch's state. ``mirrors_tables``: keep all block tables on the device; otherwise each
+        step brings those that it needs."""
         self.batch = batch
         self._device = device
-        # [row, position]: tokens drawn by the last step of each row, where the next finds them without the
-        # host.
+        # [row, position]: tokens drawn by the last step of each row; the next step reads them here without
+        # waiting for the host
         self.sampled = torch.zeros(batch.num_rows, NUM_POSITIONS, dtype=torch.int64, device=device)
         self._last_sampled = self.sampled[:, NUM_POSITIONS - 1]
         # int32 [group, row, index]
         self._tables = to_device(batch.blocks.copy(), device) if mirrors_tables else None
 
     def update_tables(self) -> None:
-        """Take over what the batch says has changed. Doing so twice does no harm."""
+        """Apply the changes of the block tables that the batch reports. Applying them twice does no harm."""
         rows, indices = self.batch.changes.rows, self.batch.changes.indices
         if self._tables is None or not rows:
             return
@@ -34,19 +34,19 @@ class DeviceBatch:
         in_group = np.array(rows) * width + indices
         places = np.concatenate((in_group + GLOBAL * num_rows * width, in_group + LOCAL * num_rows * width))
         entries = self.batch.blocks.reshape(-1)[places]
-        both = to_device(np.stack((places, entries)), self._device)  # int64: one copy
+        both = to_device(np.stack((places, entries)), self._device)  # as int64, so that one copy takes both
         self._tables.view(-1).index_copy_(0, both[0], both[1].int())
 
     def block_tables(self, rows: torch.Tensor, width: int) -> torch.Tensor:
-        """int32 [group, len(rows), width] of these rows."""
+        """Gather the block tables of these rows -> int32 [group, len(rows), width]."""
         assert self._tables is not None, "this device has no tables of its own"
         return self._tables[:, :, :width].index_select(1, rows)
 
     def last_tokens(self, rows: torch.Tensor) -> torch.Tensor:
-        """int64 [len(rows)]: what was drawn last in these rows."""
+        """Gather the tokens that were drawn last in these rows -> int64 [len(rows)]."""
         return self._last_sampled.index_select(0, rows)
 
     def keep_tokens(self, rows: torch.Tensor, drawn: torch.Tensor) -> None:
-        """Tokens int64 [len(rows)] that were drawn in these rows. Where there is none, 0: one that can be
-        computed."""
+        """Keep the tokens int64 [len(rows)] that were drawn in these rows. A negative token, where none could
+        be drawn, becomes 0, which the next step can compute."""
         self._last_sampled.index_copy_(0, rows, drawn.clamp(min=0))

@@ -24,31 +24,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-# Of what a request may ask for, this takes most: a draw from the whole vocabulary, and log-probabilities.
+# The settings that take the most memory: a draw from the whole vocabulary, and log-probabilities.
 _DEAREST = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.95, logprobs=20)
 
 
 class DeviceMemory(Protocol):
-    """What a device tells about its memory, in bytes."""
+    """Readings of a device's memory, in bytes."""
 
     def total(self) -> int: ...
 
     def free(self) -> int:
-        """What any process could still take."""
+        """Memory that any process could still take."""
         ...
 
     def allocated(self) -> int:
-        """In tensors of this process."""
+        """Memory in tensors of this process."""
         ...
 
     def peak(self) -> int:
-        """The most that ``allocated`` has been since ``reset_peak``."""
+        """The largest value of ``allocated`` since ``reset_peak``."""
         ...
 
     def reset_peak(self) -> None: ...
 
     def release(self) -> None:
-        """Give back what this process keeps for later tensors, so that ``free`` shows what is really
+        """Return the memory that this process holds for later tensors, so that ``free`` shows what is really
         taken."""
         ...
 
@@ -81,17 +81,17 @@ class CudaMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
-    """Where a device's memory goes while no cache is allocated, in bytes."""
+    """The uses of a device's memory while no cache is allocated, in bytes."""
 
     total: int
     weights: int
-    activations: int  # the most that a step takes beside the weights
+    activations: int  # the largest need of a step beside the weights
     graphs: int
     other: int  # the driver's context, compiled kernels, other processes
 
     def cache_bytes(self, utilization: float) -> int:
-        """What the cache may take when ``utilization`` of the device is to be used. Raises ConfigError when
-        that is nothing."""
+        """The bytes that the cache may take when ``utilization`` of the device is to be used. Raises
+        ConfigError when nothing is left."""
         rest = int(self.total * utilization) - self.weights - self.activations - self.graphs - self.other
         if rest > 0:
             return rest
@@ -119,8 +119,7 @@ def profile_cuda_memory(
     max_model_len: int,
     cuda_graphs: bool,
 ) -> MemoryProfile | None:
-    """``profile_memory`` on the runner's device, where that is a CUDA one; other devices give no such
-    account."""
+    """Call ``profile_memory`` on the runner's device if that is a CUDA one; return None on other devices."""
     device = runner.ops.device
     if device.type != "cuda":
         return None
@@ -172,16 +171,16 @@ def profile_memory(
 def largest_steps(
     runner: "ModelRunner", max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int
 ) -> Iterator[StepInput]:
-    """Steps that take the most memory: as many tokens and sampled rows as may be, at the longest length; then
-    decodes alone.
+    """Make the steps that take the most memory: as many tokens and sampled rows as may be, at the longest
+    length; then decodes alone.
 
     Where one sequence is too short to fill a step, several are computed in it.
     """
     spec = runner.spec
     token_id = runner.config.bos_token_id
     total = ceil_div(max_model_len, spec.block_size)
-    lengths: list[int] = []  # of chunks with more than a token
-    spare = max_num_batched_tokens - max_num_seqs  # tokens beyond one of each sequence
+    lengths: list[int] = []  # chunks with more than one token
+    spare = max_num_batched_tokens - max_num_seqs  # tokens beyond one per sequence
     while spare > 0 and len(lengths) < max_num_seqs and max_model_len > 1:
         lengths.append(min(1 + spare, max_model_len))
         spare -= lengths[-1] - 1
@@ -199,8 +198,8 @@ def largest_steps(
 def _graph_bytes(
     runner: "ModelRunner", memory: DeviceMemory, device: GraphDevice, max_num_seqs: int, max_model_len: int
 ) -> int:
-    """What all graphs are going to take: the largest, which makes the pool, and as much for each other one as
-    for the second."""
+    """Estimate the memory of all graphs: the largest, which makes the pool, and for each other one as much as
+    the second took."""
     sizes = padded_sizes(max_num_seqs)
     memory.release()
     free = [memory.free()]

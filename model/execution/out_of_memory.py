@@ -11,7 +11,7 @@ from model.interface.sequence_chunk import StepMemoryError
 
 @contextmanager
 def remedy(what: str, how: str) -> Iterator[None]:
-    """Turns a lack of memory while ``what`` is made into an error that says what to change."""
+    """Turn a lack of memory while ``what`` is made into an error that says which setting to change."""
     try:
         yield
     except (MemoryError, RuntimeError, StepMemoryError) as error:
@@ -21,7 +21,8 @@ def remedy(what: str, how: str) -> Iterator[None]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """torch has a type for it on CUDA alone; on CPUs only the text tells."""
+    """Whether an error is a lack of memory. torch has a type for it on CUDA alone; on CPUs only the text
+    tells."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return any(

@@ -45,27 +45,27 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The compute dtype for a --dtype value (``model.precision.compute_type``)."""
+    """Resolve a --dtype value to the compute dtype (``model.precision.compute_type``)."""
     return DTYPES[compute_type(dtype, device.type)]
 
 
 class Shard(Protocol):
-    """A part of a model instead of all of it, as one rank of several loads it."""
+    """The hooks by which one rank of several loads a part of a model."""
 
-    config: Gemma3Config  # of a network that has the size of the part
+    config: Gemma3Config  # config of a network of the part's size
 
     def divide(self, model: Gemma3) -> None:
-        """Replace what spans parts in a network that has no weights yet."""
+        """Replace the layers that span ranks by this rank's part, in a network that has no weights yet."""
         ...
 
     def tensors(self, whole: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The part's share of every tensor of a checkpoint."""
+        """Yield this rank's share of every tensor of a checkpoint."""
         ...
 
 
 class ModelRunner:
-    """One model on one device. ``load`` or the constructor, then ``allocate_cache``, then ``run`` once per
-    step."""
+    """Runs one model on one device. Call ``load`` or the constructor, then ``allocate_cache``, then ``run``
+    once per step."""
 
     def __init__(self, model: Gemma3, spec: KVCacheSpec, ops: Ops) -> None:
         self.model = model
@@ -78,12 +78,12 @@ class ModelRunner:
         self.sampler = Sampler(ops)
         self.max_logits_rows = MAX_LOGITS_ROWS if ops.device.type == "cpu" else MAX_LOGITS_ROWS_ON_DEVICE
         self.cache: KVCache | None = None
-        self.mirrors_tables = ops.device.type != "cpu"  # the device keeps block tables of its own
+        self.mirrors_tables = ops.device.type != "cpu"  # whether the device keeps its own block tables
         self._device_batch: DeviceBatch | None = None
         self._graphs: DecodeGraphs | None = None
-        # So far; on a device that computes beside the host, waiting for the network is in it.
+        # Total so far; on an asynchronous device this includes waiting for the network.
         self.sample_seconds = 0.0
-        # Until the operations were ready: long only when their kernels had to be compiled.
+        # Time until the operations were ready; long only when kernels had to be compiled.
         self.compile_seconds = 0.0
         self._cache_bytes = self._baseline_bytes = 0
 
@@ -137,8 +137,9 @@ class ModelRunner:
         return runner
 
     def allocate_cache(self, plan: KVCachePlan) -> None:
-        """Make the tensors of both pools. Raises ConfigError when the device has no room for them."""
-        self._graphs = None  # they hold the addresses of the cache before
+        """Allocate the cache of both layer groups. Raises ConfigError when the device has too little
+        memory."""
+        self._graphs = None  # the graphs hold the addresses of the previous cache
         try:
             self.cache = KVCache(self.config, plan, self.spec.block_size, self.ops.empty_cache)
         except (RuntimeError, MemoryError) as error:
@@ -155,15 +156,15 @@ class ModelRunner:
             self._baseline_bytes = torch.cuda.memory_allocated(self.ops.device)
 
     def release_cache(self) -> None:
-        """Forget the cache and what was captured over it."""
+        """Free the cache and the graphs that were captured over it."""
         self.cache = self._graphs = self._device_batch = None
         self._cache_bytes = 0
 
     def capture_graphs(
         self, sizes: Sequence[int], max_model_len: int, device: GraphDevice | None = None
     ) -> None:
-        """From now on, steps of decodes alone are replayed, padded to the next of the ``sizes``
-        (``cuda_graphs.padded_sizes``).
+        """Capture graphs with which later steps of decodes alone are replayed, padded to the next of the
+        ``sizes`` (``cuda_graphs.padded_sizes``).
 
         Nothing on a CPU, unless a ``device`` for graphs is given.
         """
@@ -186,9 +187,9 @@ class ModelRunner:
         return available_memory()
 
     def memory_bytes(self) -> dict[str, int]:
-        """Bytes by what they hold. ``activations_peak`` is the most that a step took beside weights and
-        cache; a CPU has no count of it. To be called by the thread that runs the steps: a device that hangs
-        would hold the caller too."""
+        """Report bytes by what they hold. ``activations_peak`` is the most that a step took beside weights
+        and cache; a CPU has no count of it. Must be called by the thread that runs the steps, because a
+        device that hangs would block the caller too."""
         sizes = {
             "weights": self.weight_bytes,
             "kv_cache": self._cache_bytes,
@@ -228,7 +229,7 @@ class ModelRunner:
             if not is_out_of_memory(error):
                 raise
             reason = str(error)
-        # Not before here: the frames of the caught exception hold the tensors of the failed step.
+        # Only after the except block: the caught exception's frames hold the failed step's tensors.
         if self.ops.device.type == "cuda":
             torch.cuda.empty_cache()
         raise StepMemoryError(reason)
@@ -261,7 +262,7 @@ class ModelRunner:
     def _draw(
         self, states: torch.Tensor, batch: RunningBatch, rows: IntArray, positions: IntArray
     ) -> torch.Tensor:
-        """Plain draws from final hidden states [k, h]: int64 [k], -1 where logits are not finite."""
+        """Draw plain tokens from final hidden states [k, h] -> int64 [k], -1 where logits are not finite."""
         count, length = len(rows), self.max_logits_rows
         if count <= length:
             return self._draw_slice(states, batch, rows, positions)
@@ -285,12 +286,12 @@ class ModelRunner:
 
     @torch.inference_mode()
     def hidden_states(self, step: StepInput) -> torch.Tensor:
-        """Final hidden states [n, h] of every token of the step, one sequence after the other; writes the
-        cache like ``run``."""
+        """Compute the final hidden states [n, h] of every token of the step, one sequence after the other;
+        writes the cache like ``run``."""
         return self._forward(self._lay_out(step), self._held(step.batch))
 
     def _run_network(self, step: StepInput) -> tuple[StepLayout, torch.Tensor]:
-        """Final hidden states [n, h] of a step, until the next one."""
+        """Lay a step out and compute its final hidden states [n, h], which are valid until the next step."""
         layout, on_device = self._lay_out(step), self._held(step.batch)
         if self._graphs is not None and self._graphs.accepts(layout):
             drawn = None
@@ -303,7 +304,7 @@ class ModelRunner:
         return lay_out(step, self.spec, with_tables=not self.mirrors_tables)
 
     def _held(self, batch: RunningBatch) -> DeviceBatch:
-        """What the device keeps of a batch; of the last one only."""
+        """The device's copy of a batch; only that of the last batch is kept."""
         if self._device_batch is None or self._device_batch.batch is not batch:
             self._device_batch = DeviceBatch(batch, self.ops.device, mirrors_tables=self.mirrors_tables)
         return self._device_batch
@@ -316,7 +317,8 @@ class ModelRunner:
         return on_device.block_tables(to_device(layout.rows, self.ops.device), layout.table_width)
 
     def _forward(self, layout: StepLayout, on_device: DeviceBatch | None) -> torch.Tensor:
-        """The network over a step as it is. ``on_device``: where the layout leaves tokens or tables to it."""
+        """Run the network over a step without a graph. ``on_device`` has the tokens or tables that the layout
+        leaves out."""
         assert self.cache is not None, "allocate_cache() comes first"
         device = self.ops.device
         if layout.token_ids is not None:
@@ -331,7 +333,8 @@ class ModelRunner:
     def _pool(
         self, hidden: torch.Tensor, step: StepInput, layout: StepLayout, results: dict[int, ChunkResult]
     ) -> None:
-        """Sums in float64: a mean over all of a prompt must not depend on the chunks it came in."""
+        """Sum final hidden states in float64, so that a mean over a whole prompt does not depend on how it
+        was cut into chunks."""
         for index, chunk in enumerate(step.prefills, len(step.decodes)):
             if not chunk.pooling:
                 continue
@@ -370,8 +373,8 @@ class ModelRunner:
     def _score_prompts(
         self, hidden: torch.Tensor, step: StepInput, layout: StepLayout, results: dict[int, ChunkResult]
     ) -> None:
-        """Log-probabilities of prompt tokens, in slices of rows, so that no more than one slice of logits
-        exists at a time."""
+        """Compute log-probabilities of prompt tokens, in slices of rows, so that no more than one slice of
+        logits exists at a time."""
         # chunk, row of the flat batch, token that follows, alternatives asked for
         rows: list[tuple[int, int, int, int]] = []
         for index, chunk in enumerate(step.prefills, len(step.decodes)):

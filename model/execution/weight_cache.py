@@ -40,22 +40,22 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent.parent
 _SOURCE_FILES = ("*.py", "*.cpp", "*.h")
-# libraries whose source is not known, for tests
+# tests use libraries whose source is not known
 _KERNEL_OVERRIDES = frozenset({"GEMSERVE_SANITIZE", "GEMSERVE_CPU_KERNELS"})
 SUFFIX = ".weights"
 MAGIC = b"gemserve packed1"
 _PREFIX = struct.Struct("<16sQQII")  # magic, bytes of the header and of the body, CRC-32 of each
 MAX_HEADER_BYTES = 1 << 26
-ALIGNMENT = 4096  # of every tensor in the body, and of the body in the file
+ALIGNMENT = 4096  # alignment of every tensor in the body, and of the body in the file
 # Smaller models load in no time. Larger ones wait for the disk either way, and would fill it.
 SMALLEST_BYTES, LARGEST_BYTES = 64 << 20, 4 << 30
-MAX_TOTAL_BYTES = 8 << 30  # of all entries; the least recently used ones go
-FREE_BYTES = 1 << 30  # that the disk keeps beyond an entry
+MAX_TOTAL_BYTES = 8 << 30  # limit of all entries together; the least recently used are removed
+FREE_BYTES = 1 << 30  # disk space that stays free beside an entry
 
 
 def weight_cache_key(checkpoint: "Checkpoint", *, dtype: str, device: str, quantization: str) -> str | None:
-    """Names all that packed weights depend on: files, settings, our sources, torch and the processor. None:
-    not to be kept."""
+    """Hash everything that packed weights depend on: files, settings, this package's sources, torch and the
+    processor. None: the weights are not cached."""
     if device == "cuda" or not _KERNEL_OVERRIDES.isdisjoint(os.environ):
         return None
     digest = hashlib.sha256(checkpoint.fingerprint.encode())
@@ -83,7 +83,7 @@ class _DamagedError(Exception):
 
 
 class WeightCache:
-    """One entry: begins to read it at once, where it exists."""
+    """One entry of the cache. Starts reading it at once, where it exists."""
 
     def __init__(self, folder: Path, key: str, *, smallest: int = SMALLEST_BYTES) -> None:
         self._cache = DiskCache(folder)
@@ -97,7 +97,8 @@ class WeightCache:
                 self._thread.start()
 
     def restore(self, model: "Gemma3") -> bool:
-        """Fill the network from the entry. False: there is none that fits, and the network is as it was."""
+        """Fill the network from the entry. Returns False where there is no fitting entry; the network is then
+        unchanged."""
         if self._thread.ident is None:
             return False
         self._thread.join()
@@ -114,12 +115,12 @@ class WeightCache:
             self._cache.discard(self._file.name)
             return False
         with contextlib.suppress(OSError):
-            os.utime(self._file)  # when it was last used
+            os.utime(self._file)  # records the time of the last use
         return True
 
     def save(self, model: "Gemma3") -> None:
-        """Keep the weights of a loaded network, if its backend can take them apart and their size is one
-        worth keeping."""
+        """Store the weights of a loaded network, if its backend can take them apart and their size is worth
+        storing."""
         if not model.ops.stores_packed_weights:
             return
         forms = model.packed_forms()
@@ -172,7 +173,7 @@ class WeightCache:
 
 
 class _Layout:
-    """Where each tensor of the forms stands in the body."""
+    """The place of each tensor of the forms in the body of an entry."""
 
     def __init__(self, forms: "dict[str, PackedForm]") -> None:
         self._tensors: list[tuple[int, torch.Tensor]] = []
@@ -246,7 +247,7 @@ def _read_entry(stream: Any) -> _Entry:
 
 
 def _forms(entry: _Entry) -> "dict[str, PackedForm]":
-    """The forms of an entry whose sums are right; their tensors share its memory."""
+    """Rebuild the forms of an entry whose checksums are right; their tensors share its memory."""
     import torch
 
     from model.ops.interface import PackedForm

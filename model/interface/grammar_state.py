@@ -9,16 +9,16 @@ from typing import Protocol
 
 
 class GrammarFault(Exception):  # noqa: N818
-    """The grammar can't be followed any further: too complex at this point. Ends its own request; the text is
-    fit to be shown."""
+    """The grammar is too complex to be followed any further. Ends its own request; the text may be shown to
+    the client."""
 
 
 class GrammarState(Protocol):
-    """How far one choice is in its grammar."""
+    """The position of one choice in its grammar."""
 
     def mask(self) -> bytes | None:
-        """The tokens that may come next, one bit per token id, the lowest bit of a byte first; ids beyond its
-        end may not.
+        """Return the tokens that may come next, one bit per token id, the lowest bit of a byte first; ids
+        beyond the mask's end may not come.
 
         End tokens are among them exactly where the grammar may end. None: it is complete and nothing may
         follow. May wait for a computation that the last ``accept`` started. Raises GrammarFault.

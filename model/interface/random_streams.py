@@ -10,8 +10,8 @@ MASK_64 = (1 << 64) - 1
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits, fixed by its arguments: splitmix64 chained over the words of
-    all of them.
+    """Return a number in [0, 1) with 53 random bits, fixed by its arguments: splitmix64 (Steele, Lea and
+    Flood 2014) chained over the words of all of them.
 
     Any integer is a seed; integers that differ give different streams, however large or negative.
     """
@@ -19,7 +19,7 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 
 def stream_states(streams: Sequence[tuple[int, int]]) -> npt.NDArray[np.uint64]:
-    """What the numbers of each (seed, choice) start from."""
+    """Compute the state from which the numbers of each (seed, choice) are derived, uint64 [len(streams)]."""
     state = np.zeros(len(streams), np.uint64)
     for words in zip(
         *((seed & MASK_64, (seed >> 64) & MASK_64, choice & MASK_64) for seed, choice in streams), strict=True
@@ -29,7 +29,7 @@ def stream_states(streams: Sequence[tuple[int, int]]) -> npt.NDArray[np.uint64]:
 
 
 def uniforms(states: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """``uniform`` of each stream at its position."""
+    """Compute ``uniform`` of each stream at its position, float64 in [0, 1)."""
     numbers: npt.NDArray[np.float64] = (
         _mix(states, positions.astype(np.uint64)) >> np.uint64(11)
     ) * np.float64(2.0**-53)

@@ -24,7 +24,7 @@ _NO_SAMPLING = SamplingParams(max_tokens=0)
 
 
 class BlockChanges:
-    """Entries of the block tables that were set since a runner was last told; of both groups, which are set
+    """Entries of the block tables that were set since the runner last took them. Those of both groups are set
     together."""
 
     def __init__(self) -> None:
@@ -36,25 +36,27 @@ class BlockChanges:
 
 
 class RunningBatch:
-    """Arrays of ``num_rows`` rows; those that no sequence has are meaningless."""
+    """Arrays of ``num_rows`` rows, one per running sequence. Rows without a sequence hold no meaningful
+    values."""
 
     def __init__(self, num_rows: int, max_blocks: int) -> None:
-        """``max_blocks``: entries of a block table, as many as the longest sequence needs."""
+        """Allocate the arrays. ``max_blocks``: entries of a block table, as many as the longest sequence
+        needs."""
 
         def column(dtype: type[np.generic]) -> npt.NDArray[Any]:
             return np.zeros(num_rows, dtype)
 
         self.num_rows = num_rows
         self.num_prompt_tokens: IntArray = column(np.int64)
-        self.num_tokens: IntArray = column(np.int64)  # that are known
-        self.num_computed_tokens: IntArray = column(np.int64)  # whose keys and values are in the cache
+        self.num_tokens: IntArray = column(np.int64)  # tokens that are known
+        self.num_computed_tokens: IntArray = column(np.int64)  # tokens whose keys and values are in the cache
         self.max_num_tokens: IntArray = column(np.int64)  # length at which the sequence ends
         self.last_token_ids: IntArray = column(np.int64)
-        # of prompt and output: each list is the sequence's own
+        # prompt and output tokens; each list belongs to its sequence
         self.token_ids: list[list[int]] = [[]] * num_rows
         self.sampling: list[SamplingParams] = [_NO_SAMPLING] * num_rows
         self.grammars: list[GrammarState | None] = [None] * num_rows  # what may be drawn; None: anything
-        # a token is drawn from the logits as they are, and that alone
+        # whether a row needs only a token drawn from the unedited logits
         self.is_plain: npt.NDArray[np.bool_] = column(np.bool_)
         self.is_greedy: npt.NDArray[np.bool_] = column(np.bool_)
         self.temperature: npt.NDArray[np.float64] = column(np.float64)
@@ -63,8 +65,8 @@ class RunningBatch:
         self.top_k: IntArray = column(np.int64)
         # what random numbers start from (random_streams.py)
         self.streams: npt.NDArray[np.uint64] = column(np.uint64)
-        # [group, row, index]: block ids by position // block_size. The null block where there is none, or
-        # none any more.
+        # [group, row, index]: block ids by position // block_size; the null block where a row has no block
+        # yet, or no longer
         self.blocks: npt.NDArray[np.int32] = np.zeros((2, num_rows, max_blocks), np.int32)
         self.num_blocks: IntArray = column(np.int64)  # entries of a row's tables, the same of both groups
         self.changes = BlockChanges()
@@ -86,7 +88,7 @@ class RunningBatch:
         max_num_tokens: int = 0,
         num_computed_tokens: int = 0,
     ) -> int:
-        """The lowest free row, for a sequence of these tokens. Its block tables are empty."""
+        """Take the lowest free row for a sequence of these tokens. Its block tables are empty."""
         row = heappop(self._free)
         self.num_prompt_tokens[row] = num_prompt_tokens
         self.num_tokens[row] = len(token_ids)
@@ -98,7 +100,7 @@ class RunningBatch:
         return row
 
     def set_sampling(self, row: int, sampling: SamplingParams, grammar: GrammarState | None = None) -> None:
-        """How a row's tokens are drawn."""
+        """Set how a row's tokens are drawn."""
         self.sampling[row] = sampling
         self.grammars[row] = grammar
         self.is_plain[row] = sampling.plain and grammar is None
@@ -120,20 +122,20 @@ class RunningBatch:
     def set_blocks(
         self, rows: IntArray, indices: IntArray, global_blocks: Sequence[int], local_blocks: Sequence[int]
     ) -> None:
-        """Add entries to the ends of tables: those of one row may be many, and in order."""
+        """Append entries to block tables; several entries for one row must be in order."""
         self.blocks[:, rows, indices] = (global_blocks, local_blocks)
-        self.num_blocks[rows] = indices + 1  # of several for a row, the last one stays
+        self.num_blocks[rows] = indices + 1  # of several entries for one row, the last assignment wins
         self.changes.rows += rows.tolist()
         self.changes.indices += indices.tolist()
 
     def set_row_blocks(self, row: int, global_blocks: Sequence[int], local_blocks: Sequence[int]) -> None:
-        """Add entries to the end of one row's tables."""
+        """Append entries to one row's block tables."""
         indices = np.arange(len(global_blocks)) + self.num_blocks[row]
         self.set_blocks(np.full_like(indices, row), indices, global_blocks, local_blocks)
 
     def block_tables(self, rows: IntArray, width: int) -> npt.NDArray[np.int32]:
-        """[group, len(rows), width] of these rows. Of the first rows in their order it is a part of
-        ``blocks``, else a copy."""
+        """Return the block tables of these rows, [group, len(rows), width]: a view of ``blocks`` if these are
+        the first rows in order, else a copy."""
         if np.count_nonzero(rows == self._first_rows[: len(rows)]) == len(rows):
             return self.blocks[:, : len(rows), :width]
         return np.stack([tables[rows, :width] for tables in self.blocks])

@@ -32,7 +32,7 @@ class SamplingParams:
     # With logprobs: these tokens are reported beside the sampled one, in this order, instead of the
     # likeliest.
     logprob_token_ids: tuple[int, ...] | None = None
-    prompt_logprobs: int | None = None  # the same for the prompt's tokens, always with the likeliest
+    prompt_logprobs: int | None = None  # like ``logprobs`` for the prompt's tokens, always with the likeliest
 
     @property
     def greedy(self) -> bool:
@@ -40,7 +40,7 @@ class SamplingParams:
 
     @property
     def plain(self) -> bool:
-        """The token is drawn from the logits as they are, and nothing is told but the token."""
+        """Whether the token is drawn from the unedited logits and only the token itself is returned."""
         edited = (
             self.penalised
             or bool(self.logit_bias)

@@ -25,7 +25,8 @@ class StepMemoryError(Exception):
 
 @dataclass(slots=True)
 class SequenceChunk:
-    """The next tokens of a sequence that does not just decode: of a prompt, or to be computed again.
+    """The next tokens of a sequence that does more than decode: tokens of a prompt, or tokens that are
+    computed again.
 
     Query position p of the chunk is ``start + p``. Everything else about the sequence is told by its row of
     the running batch, whose block tables cover at least ``start + len(token_ids)`` positions.
@@ -43,14 +44,14 @@ class SequenceChunk:
 
 @dataclass(slots=True)
 class StepInput:
-    """One step: rows that compute the token sampled last and draw the next one, then chunks. Each sequence is
-    in it once."""
+    """One step: rows that compute their last sampled token and draw the next one, then chunks. Each sequence
+    occurs once."""
 
     batch: RunningBatch
     decodes: IntArray = field(default_factory=lambda: _NONE)  # [n] rows
-    starts: IntArray = field(default_factory=lambda: _NONE)  # [n], as of a chunk
-    # [n], the tokens to compute. None: those that the step before drew in these rows, which nobody has asked
-    # for yet. Where it drew none, as of numbers that are not finite, any token stands for it.
+    starts: IntArray = field(default_factory=lambda: _NONE)  # [n]: position of each row's token
+    # [n]: the tokens to compute. None: the tokens that the step before drew in these rows and whose results
+    # have not been asked for yet; where it could not draw one (not finite), any token may stand for it.
     token_ids: IntArray | None = field(default_factory=lambda: _NONE)
     prefills: Sequence[SequenceChunk] = ()
 
@@ -63,14 +64,14 @@ class StepInput:
         *,
         samples: bool = False,
     ) -> "StepInput":
-        """A whole prompt on its own, over the same blocks of both groups."""
+        """Make a step of one whole prompt, over the same blocks of both groups."""
         batch = RunningBatch(1, len(block_table))
         row = batch.add(list(token_ids), len(token_ids), sampling)
         batch.set_row_blocks(row, block_table, block_table)
         return cls(batch, prefills=[SequenceChunk(row, token_ids, 0, samples)])
 
     def __len__(self) -> int:
-        """Number of sequences."""
+        """The number of sequences."""
         return len(self.decodes) + len(self.prefills)
 
     @property
@@ -83,7 +84,7 @@ class StepInput:
 
     @property
     def rows(self) -> IntArray:
-        """Of all sequences, [len(self)]."""
+        """The rows of all sequences, [len(self)]."""
         if not self.prefills:
             return self.decodes
         return np.concatenate(
@@ -92,15 +93,14 @@ class StepInput:
 
     @property
     def is_plain(self) -> "npt.NDArray[np.bool_]":
-        """Of which sequences one token is drawn from the logits as they are, and nothing else is wanted,
-        [len(self)]."""
+        """Whether each sequence needs only a token drawn from the unedited logits, bool [len(self)]."""
         plain = self.batch.is_plain[self.rows]
         for index, chunk in enumerate(self.prefills, len(self.decodes)):
             plain[index] &= chunk.samples and not chunk.pooling and not chunk.prompt_targets
         return plain
 
     def part(self, first: int, end: int) -> "StepInput":
-        """Its sequences [first, end)."""
+        """The part of this step with its sequences [first, end)."""
         count = len(self.decodes)
         decodes = slice(min(first, count), min(end, count))
         prefills = self.prefills[max(0, first - count) : max(0, end - count)]
@@ -121,20 +121,20 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class ChunkResult:
-    """What one sequence of a step yielded. ``token_ids`` is empty unless it samples, and where its grammar
-    turns out to be complete; speculation can return several."""
+    """The results of one sequence of a step. ``token_ids`` is empty if the sequence does not sample or its
+    grammar is complete; speculation can return several."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token id, when asked for
     # one per prompt target, when asked for
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    hidden_sum: "npt.NDArray[np.float64] | None" = None  # [h], where the chunk pools
+    hidden_sum: "npt.NDArray[np.float64] | None" = None  # [h], for a chunk with ``pooling``
     error: str | None = None  # this sequence alone failed (non-finite numbers)
 
 
 @dataclass(slots=True, eq=False)
 class StepResult:
-    """What a step yielded, by the index of each sequence in it: a bare token, or more than that in
+    """The results of a step, by the index of each sequence in it: a bare token, or a full result in
     ``others``."""
 
     # NO_TOKEN where the logits were not finite, and meaningless at the indices of ``others``
@@ -143,7 +143,7 @@ class StepResult:
 
     @classmethod
     def of(cls, results: Sequence[ChunkResult]) -> "StepResult":
-        """Of one result per sequence."""
+        """Wrap one full result per sequence."""
         return cls(np.full(len(results), NO_TOKEN), dict(enumerate(results)))
 
     def __len__(self) -> int:
@@ -157,7 +157,7 @@ class StepResult:
         return ChunkResult(error=NOT_FINITE) if token_id == NO_TOKEN else ChunkResult(token_ids=[token_id])
 
     def all(self) -> list[ChunkResult]:
-        """One result per sequence."""
+        """Return one full result per sequence."""
         return [self[index] for index in range(len(self))]
 
 
@@ -165,7 +165,7 @@ class LaunchedStep(Protocol):
     """A step that was handed to a runner, which may not have computed it yet."""
 
     def results(self) -> StepResult:
-        """Waits for the device, and is asked once."""
+        """Wait for the device and return the results. To be called once."""
         ...
 
 
@@ -179,10 +179,10 @@ class Runner(Protocol):
 
 @runtime_checkable
 class AsyncRunner(Runner, Protocol):
-    """One whose device computes beside the host. Steps are computed in the order in which they are
-    launched."""
+    """A runner whose device computes while the host goes on. Steps are computed in the order in which they
+    are launched."""
 
     def launch(self, step: StepInput) -> LaunchedStep:
-        """``run`` without the wait: blocks that a later step writes to may be those that this one reads.
-        Raises StepMemoryError, ``results`` of what it returns does not."""
+        """Start a step without waiting for it: a later step may write to blocks that this one reads. Raises
+        StepMemoryError; ``results`` of the returned step does not."""
         ...

@@ -21,12 +21,12 @@ from model.ops.interface import AttentionMetadata
 class StepLayout:
     """One step of S sequences and n tokens on the host. It can be sent to another process."""
 
-    rows: IntArray  # [S], of the running batch
-    query_lens: tuple[int, ...]  # tokens of each sequence
+    rows: IntArray  # [S]: row of each sequence in the running batch
+    query_lens: tuple[int, ...]  # [S]: tokens of each sequence in this step
     first_tokens: IntArray  # [S + 1]: index of each sequence's first token, and n at the end
     context_lens: IntArray  # [S]: tokens of each sequence in the cache once this step has written its own
     token_ids: IntArray | None  # [n]; None: the device has drawn them
-    positions: IntArray  # [n]
+    positions: IntArray  # [n]: index of each token in its sequence
     slots: IntArray  # [group, n]: block id * B + position % B, where keys and values are written
     table_width: int  # entries of a block table that the step reads
     block_tables: npt.NDArray[np.int32] | None  # [group, S, table_width]; None: the device has its own
@@ -69,7 +69,7 @@ def lay_out(step: StepInput, spec: KVCacheSpec, *, with_tables: bool) -> StepLay
     else:
         context_lens = positions + 1
     block_indices, offsets = np.divmod(positions, block_size)
-    slots = batch.blocks[:, sequences, block_indices].astype(np.int64, order="C")  # of block ids yet
+    slots = batch.blocks[:, sequences, block_indices].astype(np.int64, order="C")  # still block ids
     slots *= block_size
     slots += offsets
     assert int(slots.min()) >= block_size, "a token is to be written to the null block"
@@ -94,8 +94,8 @@ def forward_batch(
     spec: KVCacheSpec,
     device: torch.device,
 ) -> ForwardBatch:
-    """``token_ids`` int64 [n] and ``block_tables`` int32 [group, S, table_width or more] are on the
-    device."""
+    """Make the tensors of a step's flat batch. ``token_ids`` int64 [n] and ``block_tables`` int32 [group, S,
+    table_width or more] are on the device."""
     context_lens = tuple(layout.context_lens.tolist())
     context_lens_tensor = to_device(layout.context_lens.astype(np.int32), device)
     query_start = to_device(layout.first_tokens.astype(np.int32), device)
@@ -122,8 +122,8 @@ def forward_batch(
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A tensor of an array that nobody writes to any more: its own memory on a CPU, else a copy that is not
-    waited for."""
+    """Move an array that nobody writes to any more to the device: without a copy on a CPU, else by a copy
+    that is not waited for."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor

@@ -71,8 +71,8 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One block. Each border of two sub-layers is one operation: post-norm, residual add, and the next
-    sub-layer's norm."""
+    """One decoder block. Where two sub-layers meet, one operation does the post-norm, the residual addition
+    and the next sub-layer's norm."""
 
     def __init__(self, ops: Ops, config: Gemma3Config, layer: int) -> None:
         super().__init__()
@@ -96,8 +96,8 @@ class DecoderLayer(nn.Module):
         metadata: AttentionMetadata,
         next_norm: NormScale,
     ) -> torch.Tensor:
-        """``hidden`` is the normed ``residual``; updates ``residual`` in place and returns it normed by
-        ``next_norm``."""
+        """Run the block: ``hidden`` [n, h] is the normed ``residual`` [n, h], both in the compute dtype.
+        Updates ``residual`` in place and returns it normed by ``next_norm``, [n, h]."""
         branch = self.attention(hidden, rotary, cache, metadata)
         hidden = self.ops.norm_add_norm(
             branch, residual, self.post_attention_norm.scale, self.pre_feedforward_norm.scale, self.eps
@@ -108,7 +108,7 @@ class DecoderLayer(nn.Module):
         )
 
     def operands(self, next_norm: NormScale) -> LayerOperands:
-        """What this block multiplies by, for a backend that runs it as a whole."""
+        """Everything that this block multiplies by, for a backend that runs the block as a whole."""
         attention, mlp = self.attention, self.mlp
         return LayerOperands(
             qkv=cast(LinearWeight, attention.qkv.packed),
@@ -142,8 +142,8 @@ class Gemma3(nn.Module):
         )
         self.final_norm = NormScale(ops, model_tensors(config)[FINAL_NORM])
         self.head = Head(ops, config, num_valid_tokens)
-        self.operands: list[LayerOperands] = []  # one per layer, once the weights are there
-        self.runs_whole_layers = True  # all as one operation, where the backend has it
+        self.operands: list[LayerOperands] = []  # one per layer; empty until the weights are loaded
+        self.runs_whole_layers = True  # try Ops.decoder_layers before single operations
         angles = {
             False: (config.rope_local_theta, 1.0),
             True: (config.rope_theta, config.rope_scaling_factor),
@@ -151,7 +151,7 @@ class Gemma3(nn.Module):
         self.rotary = RotaryEmbedding(config.head_dim, angles, ops.device)
 
     def weight_slots(self) -> dict[str, WeightSlot]:
-        """Every tensor that the network wants, by its name in the checkpoint."""
+        """Every tensor that the network needs, by its name in the checkpoint."""
         slots: dict[str, WeightSlot] = {}
         for owner in self.weight_owners().values():
             slots.update(owner.slots())
@@ -218,7 +218,7 @@ class Gemma3(nn.Module):
         return cast(list[DecoderLayer], list(self.layers))
 
     def next_norms(self) -> list[NormScale]:
-        """The norm that follows each block."""
+        """The norm that follows each block: the next block's input norm, or the final norm."""
         return [layer.input_norm for layer in self.blocks[1:]] + [self.final_norm]
 
     @property
@@ -227,8 +227,8 @@ class Gemma3(nn.Module):
         return sum(owner.nbytes for owner in self.weight_owners().values())
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
-        """Final hidden states [n, h], normed, of every token of the batch; writes their keys and values to
-        the cache."""
+        """Compute the normed final hidden states [n, h], in the compute dtype, of every token of the batch,
+        and write their keys and values to the cache."""
         rotary = self.rotary(batch.positions)
         metadata = {True: batch.global_attention, False: batch.local_attention}
         layers = self.blocks
@@ -244,10 +244,10 @@ class Gemma3(nn.Module):
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Rows of final hidden states [r, h] -> float32 [r, num_valid_tokens]."""
+        """Compute the logits of final hidden states [r, h] -> float32 [r, num_valid_tokens]."""
         return self.head(hidden)  # type: ignore[no-any-return]
 
     def greedy(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The likeliest tokens of final hidden states, where the backend finds them without all logits
-        (``Ops.greedy``)."""
+        """Find the likeliest tokens of final hidden states [r, h] -> int64 [r], where the backend can without
+        all logits (``Ops.greedy``)."""
         return self.head.greedy(hidden)

@@ -18,10 +18,10 @@ Empty = Callable[[tuple[int, ...]], torch.Tensor]
 
 
 class KVCache:
-    """All layers' keys and values."""
+    """The keys and values of all layers."""
 
     def __init__(self, config: Gemma3Config, plan: KVCachePlan, block_size: int, empty: Empty) -> None:
-        """``empty``: makes a tensor of that shape (``Ops.empty_cache``)."""
+        """Allocate the cache. ``empty`` makes a tensor of the given shape (``Ops.empty_cache``)."""
 
         def unwritten(num_blocks: int) -> torch.Tensor:
             return empty((num_blocks, block_size, config.num_key_value_heads, config.head_dim))

@@ -19,7 +19,7 @@ from model.ops.interface import LinearWeight, Ops, PackedForm
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
-    """Where one tensor of the checkpoint goes."""
+    """The place that one tensor of the checkpoint is loaded into."""
 
     shape: tuple[int, ...]
     fill: Callable[[torch.Tensor], None]
@@ -75,7 +75,7 @@ class Linear(nn.Module):
         self.packed = self.ops.pack_linear(weight, self.role, shared=shared)
 
     def packed_form(self) -> PackedForm:
-        """The filled layer's weight, to be stored."""
+        """The filled layer's weight in the form that is stored on disk."""
         assert self.packed is not None
         return self.ops.to_packed_form(self.packed)
 
@@ -86,7 +86,8 @@ class Linear(nn.Module):
         )
 
     def restore(self, form: PackedForm) -> None:
-        """Take the weight of a form that it accepts, in place of being filled."""
+        """Take the weight from a form for which ``accepts`` is true, instead of loading it from the
+        checkpoint."""
         self.packed = self.ops.from_packed_form(form)
 
     @property
@@ -99,8 +100,8 @@ class Linear(nn.Module):
 
 
 class Head(Linear):
-    """The output head. Rows beyond the tokenizer's vocabulary stay out, so an id without a token can never be
-    sampled."""
+    """The output head. It leaves out the rows beyond the tokenizer's vocabulary, so an id without a token can
+    never be sampled."""
 
     def __init__(self, ops: Ops, config: Gemma3Config, num_valid_tokens: int) -> None:
         super().__init__(ops, LinearSpec("head", (model_tensors(config)[HEAD],)))
@@ -120,7 +121,7 @@ class Head(Linear):
         return self.ops.logits(x, self.packed)
 
     def greedy(self, x: torch.Tensor) -> torch.Tensor | None:
-        """``Ops.greedy``."""
+        """Call ``Ops.greedy`` with this head: hidden states [r, h] -> int64 [r] or None."""
         assert self.packed is not None
         return self.ops.greedy(x, self.packed)
 
@@ -194,12 +195,13 @@ def _is_like(form: PackedForm, name: str, tensor: torch.Tensor) -> bool:
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary angles in float32, of each kind of layer: position / factor * theta ** (-2 i / D)."""
+    """Rotary angles in float32 (RoPE) for each kind of layer: position / factor * theta ** (-2 i / D), in
+    radians, for i < D / 2."""
 
     def __init__(
         self, head_dim: int, kinds: Mapping[bool, tuple[float, float]], device: torch.device
     ) -> None:
-        """``kinds``: theta and factor, by whether a layer is global."""
+        """Compute the inverse frequencies. ``kinds``: theta and factor, by whether a layer is global."""
         super().__init__()
         self.kinds = tuple(kinds)
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
@@ -207,7 +209,8 @@ class RotaryEmbedding(nn.Module):
         self.inverse_frequencies = torch.stack(frequencies)[:, None, :]  # [kinds, 1, D / 2]
 
     def forward(self, positions: torch.Tensor) -> dict[bool, tuple[torch.Tensor, torch.Tensor]]:
-        """positions int64 [n] -> cos, sin float32 [n, D / 2] of each kind."""
+        """Compute the angles' cosines and sines: positions int64 [n] -> cos, sin float32 [n, D / 2] of each
+        kind."""
         angles = positions[:, None].float() * self.inverse_frequencies
         return dict(
             zip(self.kinds, zip(angles.cos().unbind(), angles.sin().unbind(), strict=True), strict=True)

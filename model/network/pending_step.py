@@ -9,14 +9,14 @@ from model.interface.sequence_chunk import NO_TOKEN, ChunkResult, StepResult
 
 
 class PendingStep:
-    """A step that was handed to the device. Tokens of plain draws are on their way to the host; all else is
-    there."""
+    """A step that was handed to the device. Plain tokens are still being copied to the host; all other
+    results are there."""
 
     def __init__(
         self, others: dict[int, ChunkResult], drawn: torch.Tensor | None = None, plain: IntArray | None = None
     ) -> None:
-        """``drawn`` int64 [k]: the tokens of the sequences with the indices ``plain`` [k], all of the step's
-        where that is None; ``others`` are the results of the rest."""
+        """Start the copy of the tokens ``drawn`` int64 [k]. They belong to the sequences with the indices
+        ``plain`` [k], or to all of the step's where that is None; ``others`` are the results of the rest."""
         self._others = others
         self._plain = plain
         self._drawn = drawn
@@ -29,7 +29,7 @@ class PendingStep:
             self._copied.record()
 
     def results(self) -> StepResult:
-        """Waits for the device."""
+        """Wait for the device and return the results."""
         if self._copied is not None:
             self._copied.synchronize()
         drawn = np.zeros(0, dtype=np.int64) if self._drawn is None else self._drawn.numpy()

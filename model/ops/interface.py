@@ -21,10 +21,10 @@ from model.config.tensors import LinearRole
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's share."""
+    """The keys and values of one layer in the paged cache."""
 
     keys: torch.Tensor  # [num_blocks, block_size, kv_heads, head_dim]
-    values: torch.Tensor  # the same
+    values: torch.Tensor  # as keys
 
 
 class LinearWeight(Protocol):
@@ -48,8 +48,8 @@ class PackedForm:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class AttentionMetadata:
-    """How one step's flat batch maps onto the cache of one layer group (global or local). Shared by all
-    layers of the group.
+    """Describe how one step's flat batch maps onto the cache of one layer group (global or local). All layers
+    of the group share it.
 
     Sequences lie one after the other in the flat batch. Sequence i owns tokens ``query_start[i] :
     query_start[i + 1]``, the last ``query_lens[i]`` of its ``context_lens[i]`` tokens: its query j stands at
@@ -59,12 +59,12 @@ class AttentionMetadata:
 
     window: int | None  # None: full causal attention
     block_size: int
-    query_lens: tuple[int, ...]  # host copies, for backends that plan on the host
-    # Tokens in the cache once this step has written its own; upper bounds in a step that is captured
-    # (execution/cuda_graphs.py).
+    query_lens: tuple[int, ...]  # [num_seqs] on the host, for backends that plan there
+    # [num_seqs] on the host: tokens of each sequence in the cache at the end of this step; upper bounds in a
+    # captured step (execution/cuda_graphs.py)
     context_lens: tuple[int, ...]
     query_start: torch.Tensor  # int32 [num_seqs + 1]
-    # int32 [num_seqs]; 0 for a row that pads a captured step: it reads nothing
+    # int32 [num_seqs]; 0 for a row that pads a captured step, which reads no key
     context_lens_tensor: torch.Tensor
     # int32 [num_seqs, max_blocks], indexed by position // B; rows may be parts of longer ones. Entry 0 is the
     # null block: recycled or padding, never to be read.
@@ -75,22 +75,23 @@ class AttentionMetadata:
 
 @dataclass(slots=True, eq=False)
 class LayerOperands:
-    """All that one decoder block multiplies and scales by. Scales are float32, Gemma's (1 + weight)."""
+    """Everything that one decoder block multiplies and scales by. Scales are float32 and Gemma's (1 +
+    weight)."""
 
     qkv: LinearWeight
     attention_output: LinearWeight
     gate_up: LinearWeight
     down: LinearWeight
-    q_norm: torch.Tensor  # [D], as k_norm
-    k_norm: torch.Tensor
-    post_attention_norm: torch.Tensor  # [h], as the following
+    q_norm: torch.Tensor  # float32 [D]
+    k_norm: torch.Tensor  # float32 [D]
+    post_attention_norm: torch.Tensor  # float32 [h], like the next three
     pre_feedforward_norm: torch.Tensor
     post_feedforward_norm: torch.Tensor
-    next_norm: torch.Tensor  # of the next block's input, or the final one
+    next_norm: torch.Tensor  # the norm of the next block's input, or the network's final norm
     is_global: bool
     num_heads: int
     intermediate_size: int
-    query_scale: float
+    query_scale: float  # factor of the scores: query_pre_attn_scalar ** -0.5
     eps: float
 
 
@@ -115,7 +116,7 @@ class Ops(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """Short name for logs."""
+        """The backend's short name for logs."""
 
     @property
     def quantization(self) -> str:
@@ -124,13 +125,13 @@ class Ops(ABC):
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """Type of the keys and values that attention reads: the compute dtype, or bfloat16 where weights are
-        rounded, too."""
+        """The type of keys and values in the cache: the compute dtype, or bfloat16 in backends that round
+        weights as well."""
         return self.dtype
 
     def empty_cache(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Room for keys or values of ``cache_dtype``, not written yet. Raises RuntimeError where the device
-        has none."""
+        """Allocate uninitialised memory for keys or values in ``cache_dtype``. Raises RuntimeError where the
+        device has too little."""
         return torch.empty(shape, dtype=self.cache_dtype, device=self.device)
 
     # -- linear layers ---------------------------------------------------------------------------------------
@@ -146,39 +147,42 @@ class Ops(ABC):
 
     @property
     def stores_packed_weights(self) -> bool:
-        """Whether packed weights are worth being kept on disk; only then are there the two that follow."""
+        """Whether packed weights are worth keeping on disk. ``to_packed_form`` and ``from_packed_form`` work
+        only then."""
         return False
 
     def to_packed_form(self, weight: LinearWeight) -> PackedForm:
-        """A weight of ``pack_linear`` taken apart; its tensors share the weight's memory."""
+        """Take a weight of ``pack_linear`` apart; the tensors of the form share the weight's memory."""
         raise NotImplementedError(f"{self.name} stores no packed weights")
 
     def from_packed_form(self, form: PackedForm) -> LinearWeight:
-        """The weight of a form that a backend made like this one gave, keeping the form's tensors."""
+        """Rebuild a weight from the form that an equal backend made; the weight keeps the form's tensors."""
         raise NotImplementedError(f"{self.name} stores no packed weights")
 
     @abstractmethod
     def linear(self, x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
-        """x [n, in_features] times weight transposed -> [n, out_features], in x's dtype, accumulated in
-        float32."""
+        """Multiply x [n, in_features] in the compute dtype by the transposed weight -> [n, out_features] in
+        x's dtype, accumulated in float32. A backend that quantises may round the inputs as well as the
+        weight."""
 
     @abstractmethod
     def logits(self, x: torch.Tensor, head: LinearWeight) -> torch.Tensor:
-        """Final hidden states [r, h] -> logits float32 [r, V] (writable by the caller), never rounded to
-        bfloat16. r may be 0."""
+        """Multiply final hidden states [r, h] in the compute dtype by the head -> logits float32 [r, V],
+        never rounded to bfloat16, which the caller may overwrite. r may be 0."""
 
     def greedy(self, x: torch.Tensor, head: LinearWeight) -> torch.Tensor | None:
-        """The likeliest token of each final hidden state [r, h], the lowest id among equals, -1 where not
-        finite: int64 [r]. As ``argmax`` of ``logits``, for less than those cost; None: the backend has no
-        such way for this head."""
+        """Find the likeliest token of each final hidden state [r, h] without all logits -> int64 [r], -1
+        where a value is not finite. The tokens are those of ``argmax(logits(x, head))``; where a backend
+        finds them with a bound on the logits, its source says how sure that is. None: the backend has no such
+        way for this head."""
         return None
 
     # -- elementwise -----------------------------------------------------------------------------------------
 
     @abstractmethod
     def rms_norm(self, x: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
-        """RMSNorm over the last axis: x * rsqrt(mean(x^2) + eps) * scale, in float32, cast to x's dtype after
-        the multiply.
+        """Apply RMSNorm over the last axis (Zhang and Sennrich 2019): x * rsqrt(mean(x^2) + eps) * scale, in
+        float32, cast to x's dtype after the multiply.
 
         x [n, h] in the compute dtype; ``scale`` float32 [h] is Gemma's (1 + weight).
         """
@@ -192,8 +196,8 @@ class Ops(ABC):
         next_scale: torch.Tensor,
         eps: float,
     ) -> torch.Tensor:
-        """Between two sub-layers: residual += rms_norm(branch, post_scale) in place, then returns
-        rms_norm(residual, next_scale).
+        """Close one sub-layer and open the next: residual += rms_norm(branch, post_scale) in place, then
+        return rms_norm(residual, next_scale) [n, h].
 
         ``branch`` [n, h] is the output of attention or MLP, ``residual`` [n, h] the stream, both in the
         compute dtype; scales float32 [h]. The normed branch and the new residual are rounded to the compute
@@ -202,7 +206,8 @@ class Ops(ABC):
 
     @abstractmethod
     def geglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """gate_up [n, 2 * I], gate first -> gelu(gate, tanh approximation) * up, [n, I]."""
+        """Apply GeGLU (Shazeer 2020): gate_up [n, 2 * I] in the compute dtype, gate first -> gelu(gate) * up,
+        [n, I] in the same dtype, with gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))."""
 
     # -- attention -------------------------------------------------------------------------------------------
 
@@ -219,8 +224,8 @@ class Ops(ABC):
         slot_mapping: torch.Tensor,
         eps: float,
     ) -> torch.Tensor:
-        """Normalise and rotate queries and keys, write keys and values to the cache, return the queries [n,
-        Hq, D].
+        """Normalise queries and keys of each head (RMSNorm), rotate them (RoPE, Su et al. 2021), write keys
+        and values to the cache, and return the queries [n, Hq, D] in qkv's dtype.
 
         qkv [n, (Hq + 2 Hkv) * D] in the compute dtype: queries, keys, values. q_scale, k_scale float32 [D] (1
         + weight). cos, sin float32 [n, D / 2] of each token's angles: for x = [x1, x2] split in halves
@@ -239,8 +244,8 @@ class Ops(ABC):
         metadata: AttentionMetadata,
         scale: float,
     ) -> torch.Tensor:
-        """Causal (or windowed) attention of the flat batch over its paged context -> [n, Hq * D] in query's
-        dtype.
+        """Compute causal (or windowed) attention of the flat batch over its paged context -> [n, Hq * D] in
+        query's dtype.
 
         query [n, Hq, D]; caches as above, already holding this step's keys and values; query head i reads KV
         head i // (Hq / Hkv). Scores (query . key * scale), softmax and the weighted sum run in float32.
@@ -258,7 +263,7 @@ class Ops(ABC):
         caches: Sequence[LayerCache],
         metadata: Mapping[bool, AttentionMetadata],
     ) -> bool:
-        """All blocks in one call, where a backend can: the same as the single operations, bit for bit.
+        """Run all blocks in one call, where a backend can, with the same bits as the single operations.
 
         ``hidden`` [n, h], the normed stream, and ``residual`` [n, h] are updated in place; ``caches`` has an
         entry for each of the ``layers``, and neither changes between calls with the same objects. ``rotary``,
@@ -271,11 +276,11 @@ class Ops(ABC):
 
     @abstractmethod
     def all_finite(self, logits: torch.Tensor) -> torch.Tensor:
-        """Whether each row holds no NaN and no infinity: float32 [r, V] -> bool [r]."""
+        """Tell for each row whether it holds no NaN and no infinity: float32 [r, V] -> bool [r]."""
 
     @abstractmethod
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """The likeliest token of each row, the lowest id among equals: float32 [r, V] -> int64 [r]."""
+        """Find the likeliest token of each row, the lowest id among equals: float32 [r, V] -> int64 [r]."""
 
     def mask_rows(self, logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
         """Set to -inf what the masks forbid, in place: logits float32 [r, V], rows int64 [m] without repeats,
@@ -287,7 +292,7 @@ class Ops(ABC):
 
     @abstractmethod
     def top_candidates(self, logits: torch.Tensor, k: int, temperature: torch.Tensor) -> Candidates:
-        """The k likeliest tokens of each row and the row's whole mass, without sorting the vocabulary.
+        """Find the k likeliest tokens of each row and the row's total mass, without sorting the vocabulary.
 
         logits float32 [r, V], 1 <= k <= V, temperature float32 [r] > 0. Deterministic: ties go to the lowest
         id, also at the border of the k. -inf marks a masked token; every row has a finite one. Rows do not

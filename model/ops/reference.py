@@ -33,7 +33,8 @@ class PlainWeight:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Decoding sequences of similar context, batched: which slots to gather and which of them count."""
+    """A batch of decoding sequences with similar context lengths: the cache slots to gather and the padding
+    among them."""
 
     tokens: torch.Tensor  # int64 [s]: rows of the flat batch
     # int64 [s, t]: cache slots; places past a sequence's keys repeat its last, so nothing unwritten is read
@@ -43,7 +44,7 @@ class DecodePlan:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSequence:
-    """One sequence with several queries: where its visible keys lie."""
+    """One sequence with several queries, and the slots of its visible keys."""
 
     first_token: int  # row of its first query in the flat batch
     num_queries: int
@@ -58,16 +59,16 @@ class AttentionPlan:
 
 
 def plan_attention(metadata: AttentionMetadata) -> AttentionPlan:
-    """Slots that each sequence reads, found once per step and layer group: exactly the visible keys, never a
-    slot beyond.
+    """Find the cache slots that each sequence reads, once per step and layer group: exactly those of the
+    visible keys.
 
-    Lengths are those of the tensor: the host's copies are only upper bounds in a captured step. Of length 0
-    are rows of padding, which read nothing.
+    The lengths come from the tensor, since the host's copies are only upper bounds in a captured step. A
+    sequence of length 0 is padding and reads nothing.
     """
     device = metadata.block_table.device
     block_size = metadata.block_size
     prefills: list[PrefillSequence] = []
-    # by power of two of keys, so that padding is bounded
+    # grouped by the bit length of the number of keys, so that padding at most doubles them
     decodes: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
     token = 0
     for i, (num_queries, context) in enumerate(
@@ -109,7 +110,7 @@ class ReferenceOps(Ops):
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
         self.widen_weights = device.type == "cpu" and dtype == torch.bfloat16 and not cpu_computes_bfloat16()
-        # Made in the first layer of a group, read in the others, and gone with the step.
+        # Made in the first layer of a group and reused in its other layers; freed with the step's metadata.
         self._plans: WeakKeyDictionary[AttentionMetadata, AttentionPlan] = WeakKeyDictionary()
 
     @property
@@ -133,8 +134,8 @@ class ReferenceOps(Ops):
 
     @staticmethod
     def _linear_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Float32 result of a bfloat16 product: exact products, float32 sums, the weight widened a slice at a
-        time."""
+        """Multiply bfloat16 x [n, in_features] by the transposed weight -> float32 [n, out_features]: exact
+        products, float32 sums, the weight widened one slice at a time."""
         out_features, in_features = weight.shape
         rows = max(1, WEIGHT_SLICE_ELEMENTS // in_features)
         wide = x.float()
@@ -250,7 +251,7 @@ class ReferenceOps(Ops):
         min_p: torch.Tensor,
         uniform: torch.Tensor,
     ) -> torch.Tensor:
-        # relative to the likeliest
+        # likelihoods relative to the likeliest token's
         weights = (logits - logits.amax(dim=-1, keepdim=True)).div_(temperature[:, None]).exp_()
         cutting = (top_p < 1.0).nonzero()[:, 0]
         if len(cutting):
@@ -266,8 +267,8 @@ class ReferenceOps(Ops):
 
 
 def inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Index of the first entry whose running sum exceeds uniform * total, per row: weights [r, k] >= 0,
-    uniform float64 [r]."""
+    """Find the first entry of each row whose running sum exceeds uniform * total: weights [r, k] >= 0,
+    uniform float64 [r] -> int64 [r]."""
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     # The total is a running sum's end, and uniform < 1: a product rounded up to the total would otherwise run
     # off the end.
@@ -288,7 +289,8 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Rows of a cache [num_blocks, B, Hkv, D] at the given slots -> float32 [*slots.shape, Hkv, D]."""
+    """Gather the rows of a cache [num_blocks, B, Hkv, D] at the given slots -> float32 [*slots.shape, Hkv,
+    D]."""
     block_size = cache.shape[1]
     if cache.is_contiguous():
         flat = cache.view(-1, *cache.shape[2:])
@@ -304,7 +306,7 @@ def _prefill_attention(
     window: int | None,
     scale: float,
 ) -> torch.Tensor:
-    """Attention of consecutive queries over a gathered context.
+    """Compute attention of consecutive queries over a gathered context -> [q, Hq, D] in query's dtype.
 
     query [q, Hq, D]; key, value float32 [t, Hkv, D]; query j stands at place first_query + j of the context.
     Queries are taken in slices, each over just the keys that one of them can see, so that the scores held at

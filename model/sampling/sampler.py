@@ -32,7 +32,7 @@ NOTHING_LEFT = (
 
 @dataclass(frozen=True, slots=True)
 class _Sampled:
-    """A row of the running batch as the sampler reads it, where more than a plain draw is wanted."""
+    """A row of the running batch as the sampler reads it, for requests that need more than a plain draw."""
 
     batch: RunningBatch
     row: int
@@ -56,20 +56,20 @@ class _Sampled:
 
 
 class Sampler:
-    """Samples from float32 logits [r, V] whose width is the number of valid tokens. ``sample`` may overwrite
-    them."""
+    """Samples tokens from float32 logits [r, V], where V is the number of valid tokens. ``sample`` may
+    overwrite the logits."""
 
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
-        # for what the device has computed; elsewhere the host is to run ahead of it
+        # may wait for results; on other devices the host has to run ahead of the device
         self.may_wait = ops.device.type == "cpu"
 
     def draw(
         self, logits: torch.Tensor, batch: RunningBatch, rows: IntArray, positions: IntArray
     ) -> torch.Tensor:
-        """A token per row of finite logits, as they are, for these rows of the batch: int64 [r].
-        ``positions`` [r]: tokens that each sequence has generated. Waits for nothing that the device
-        computes."""
+        """Draw a token for each of these rows of the batch from finite logits float32 [r, V], as they are ->
+        int64 [r]. ``positions`` [r]: number of tokens that each sequence has generated. Does not wait for the
+        device."""
         if np.count_nonzero(batch.is_greedy[rows]) == len(rows):
             return self.ops.argmax(logits)
         groups = sampling_metadata(batch, rows, positions, logits.shape[1], logits.device)
@@ -84,19 +84,20 @@ class Sampler:
     def draw_plain(
         self, logits: torch.Tensor, batch: RunningBatch, rows: IntArray, positions: IntArray
     ) -> torch.Tensor:
-        """The same for any logits, which it may overwrite: -1 where a row is not finite."""
+        """Draw like ``draw`` from logits that need not be finite, and may overwrite them -> int64 [r], -1
+        where a row is not finite."""
         finite = self.ops.all_finite(logits)
         if self.may_wait and bool(finite.all()):
             return self.draw(logits, batch, rows, positions)
         odd = ~finite
-        logits.masked_fill_(odd.unsqueeze(1), 0.0)  # so that it harms nobody's draw
+        logits.masked_fill_(odd.unsqueeze(1), 0.0)  # so that the drawing stays well-defined
         return self.draw(logits, batch, rows, positions).masked_fill(odd, -1)
 
     def sample(
         self, logits: torch.Tensor, batch: RunningBatch, rows: IntArray, positions: IntArray
     ) -> list[ChunkResult]:
-        """One token per row of logits, with all that its sequence asks for. A row that cannot be sampled
-        yields an error, and harms no other row."""
+        """Sample one token per row of logits with all settings of its request. A row that cannot be sampled
+        yields an error and harms no other row."""
         chunks = [
             _Sampled(batch, row, position)
             for row, position in zip(rows.tolist(), positions.tolist(), strict=True)
@@ -141,8 +142,8 @@ class Sampler:
         labels: Sequence[Sequence[int] | None] | None = None,
         ranks: bool = False,
     ) -> list[TokenLogprobs]:
-        """Raw log-probabilities of one token and of the ``counts[i]`` likeliest, for each row of finite
-        logits [r, V].
+        """Compute the raw log-probabilities (natural logarithm) of one token and of the ``counts[i]``
+        likeliest, for each row of finite logits [r, V].
 
         ``labels[i]``, where not None, are tokens to report instead of the likeliest. ``ranks`` adds the
         token's rank. A token has bit for bit the same value on its own, among the likeliest and among the
@@ -182,7 +183,7 @@ class Sampler:
         masks: Mapping[int, bytes],
         results: list[ChunkResult],
     ) -> torch.Tensor:
-        """Penalties, bias and masks: in place, or on a copy where the raw logits are still needed for
+        """Apply penalties, bias and masks: in place, or on a copy where the raw logits are still needed for
         log-probabilities."""
         editing = [row for row in rows if _is_edited(chunks[row])]
         if not editing:
@@ -222,10 +223,10 @@ class Sampler:
         return self._draw_of_top_k(logits, group)
 
     def _draw_of_top_k(self, logits: torch.Tensor, group: "SamplingMetadata") -> torch.Tensor:
-        """By top-k, then top-p and min-p of what top-k left."""
+        """Draw after top-k, then top-p and min-p over the tokens that top-k kept."""
         num_candidates = group.num_candidates
         values, token_ids, _ = self.ops.top_candidates(logits, num_candidates, group.temperature)
-        # relative to the likeliest
+        # likelihoods relative to the likeliest token's
         weights = ((values - values[:, :1]) / group.temperature[:, None]).double().exp()
         weights.masked_fill_(torch.arange(num_candidates, device=values.device) >= group.top_k[:, None], 0.0)
         mass = weights.cumsum(dim=-1)
@@ -237,14 +238,14 @@ class Sampler:
         return token_ids.gather(1, chosen[:, None])[:, 0]
 
 
-GREEDY, WHOLE_VOCABULARY = -1, 0  # numbers of candidates
+GREEDY, WHOLE_VOCABULARY = -1, 0  # special values of ``num_candidates``
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """Rows of logits that are drawn from in one way, with their settings on the device, [m] each."""
+    """Rows of logits that are drawn from in one way, and their settings on the device, [m] each."""
 
-    members: IntArray  # which rows of the logits
+    members: IntArray  # [m]: which rows of the logits
     num_candidates: int  # the largest top-k of the rows, or more; GREEDY or WHOLE_VOCABULARY
     temperature: torch.Tensor  # float32
     top_p: torch.Tensor  # float64
@@ -256,8 +257,8 @@ class SamplingMetadata:
 def sampling_metadata(
     batch: RunningBatch, rows: IntArray, positions: IntArray, vocab_size: int, device: torch.device
 ) -> list[SamplingMetadata]:
-    """The draws of these rows of the batch, by their kind. ``positions`` [r]: tokens that each sequence has
-    generated."""
+    """Group these rows of the batch by the way in which they are drawn. ``positions`` [r]: number of tokens
+    that each sequence has generated."""
     top_k = batch.top_k[rows]
     num_candidates = np.where(batch.is_greedy[rows], GREEDY, WHOLE_VOCABULARY)
     is_limited = (num_candidates != GREEDY) & (top_k > 0) & (top_k < vocab_size)
@@ -273,7 +274,7 @@ def sampling_metadata(
         else:
             numbers = uniforms(batch.streams[of], positions[members])
             columns = (batch.temperature[of], batch.top_p[of], batch.min_p[of], top_k[members], numbers)
-            settings = to_device(np.stack(columns), device)  # one copy
+            settings = to_device(np.stack(columns), device)  # one copy to the device for all settings
         temperature, top_p, min_p, limit, uniform = settings
         groups.append(
             SamplingMetadata(members, kind, temperature.float(), top_p, min_p.float(), limit, uniform)
@@ -281,7 +282,7 @@ def sampling_metadata(
     return groups
 
 
-_NO_SETTINGS = torch.empty(5, 0, dtype=torch.float64)  # of greedy draws
+_NO_SETTINGS = torch.empty(5, 0, dtype=torch.float64)  # greedy draws have no settings
 
 
 def _is_edited(chunk: _Sampled) -> bool:
@@ -298,7 +299,8 @@ def _masks_stop(chunk: _Sampled) -> bool:
 def _grammar_masks(
     chunks: Sequence[_Sampled], rows: Sequence[int], results: list[ChunkResult]
 ) -> dict[int, bytes]:
-    """The mask of each row that has a grammar with more to come. A row whose grammar fails gets the error."""
+    """Ask the grammar of each row that has one for its mask; rows whose grammar is complete have none. A row
+    whose grammar fails gets the error."""
     masks = {}
     for row in rows:
         grammar = chunks[row].grammar
@@ -315,8 +317,8 @@ def _grammar_masks(
 
 
 def _packed_masks(masks: Sequence[bytes], vocab_size: int) -> np.ndarray:
-    """uint8 [len(masks), vocab_size / 8] of masks of one bit per token; a shorter one allows nothing beyond
-    its end."""
+    """Stack masks of one bit per token -> uint8 [len(masks), ceil(vocab_size / 8)]. A shorter mask allows no
+    token beyond its end."""
     packed = np.zeros((len(masks), -(-vocab_size // 8)), dtype=np.uint8)
     for row, mask in zip(packed, masks, strict=True):
         length = min(len(row), len(mask))
@@ -327,8 +329,8 @@ def _packed_masks(masks: Sequence[bytes], vocab_size: int) -> np.ndarray:
 
 
 def _edit_row(logits: torch.Tensor, chunk: _Sampled) -> None:
-    """Penalties, bias and masks of one row [V], in place. Ids beyond the valid tokens have no logit and are
-    passed over."""
+    """Apply penalties, bias and masks to one row [V] in place. Ids beyond the valid tokens have no logit and
+    are skipped."""
     sampling = chunk.sampling
     vocab_size = logits.shape[0]
 

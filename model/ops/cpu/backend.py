@@ -40,18 +40,19 @@ from model.precision import cache_type
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Stack:
-    """What stays the same from step to step in ``decoder_layers``, for a network and its cache, which it does
-    not keep alive."""
+    """Arguments of ``decoder_layers`` that stay the same from step to step, for one network and its cache;
+    keeps neither alive."""
 
     layers: Sequence[LayerOperands]
-    keys: "weakref.ref[torch.Tensor]"  # of the first layer's cache
-    records: "ctypes.Array[LayerArguments]"  # one for each layer
-    room: tuple[int, int]  # values that a token takes in each of the two buffers
+    keys: "weakref.ref[torch.Tensor]"  # address of the first layer's cache
+    records: "ctypes.Array[LayerArguments]"  # one record for each layer
+    room: tuple[int, int]  # elements per token of the two scratch buffers
     head_dim: int
 
 
 class CpuOps(ReferenceOps):
-    """Fused C++ kernels. Raises BuildError where they cannot be compiled or do not run."""
+    """Operations by fused C++ kernels. Raises BuildError where the kernels cannot be compiled or do not
+    run."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, weights: WeightStorage = "exact") -> None:
         """``weights``: how linear weights are stored (``WeightStorage`` in model/ops/cpu/weights.py)."""
@@ -78,7 +79,8 @@ class CpuOps(ReferenceOps):
         return torch.bfloat16 if kept == "bfloat16" else torch.float32
 
     def empty_cache(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """In huge pages as far as the system has them: decodes read it from end to end."""
+        """Allocate in huge pages as far as the system has them, because decodes read the cache from end to
+        end."""
         cache = super().empty_cache(shape)
         self._library.advise_huge_pages(cache.data_ptr(), cache.nbytes)
         return cache
@@ -329,7 +331,7 @@ class CpuOps(ReferenceOps):
                 threads=threads,
             )
 
-        steps = (StepArguments * 2)(step_of(False), step_of(True))  # the kernel finds them by is_global
+        steps = (StepArguments * 2)(step_of(False), step_of(True))  # indexed by is_global in the kernel
         self._library.decoder_layers(stack.records, len(layers), steps)
         return True
 
@@ -444,7 +446,7 @@ class CpuOps(ReferenceOps):
 
 
 def _cache_fields(keys: torch.Tensor, values: torch.Tensor) -> dict[str, int]:
-    """What the records say of a layer's cache."""
+    """The fields of the records that describe a layer's cache: addresses and strides."""
     k_block_stride, k_slot_stride = _strides(keys)
     v_block_stride, v_slot_stride = _strides(values)
     return {
@@ -459,7 +461,7 @@ def _cache_fields(keys: torch.Tensor, values: torch.Tensor) -> dict[str, int]:
 
 
 def _strides(cache: torch.Tensor) -> tuple[int, int]:
-    """Strides of blocks and of slots; the last two axes must be contiguous."""
+    """The strides of blocks and of slots, in elements; the last two axes must be contiguous."""
     block, slot, head, element = cache.stride()
     assert element == 1
     assert head == cache.shape[3] or cache.shape[2] == 1

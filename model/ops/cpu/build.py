@@ -28,9 +28,9 @@ from model.ops.cpu.records import check_sizes
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cpp"
-PREBUILT = Path(__file__).parent / "prebuilt"  # looked at before the cache
+PREBUILT = Path(__file__).parent / "prebuilt"  # a library here is preferred to the cache
 # -ffp-contract=off: only the fused multiply-adds that the source asks for, so that results do not depend on
-# the compiler's mood.
+# what the compiler chooses to fuse.
 COMMON_FLAGS = ("-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra")
 DIGEST_BYTES = 32
 OPTIMISED = ("-O3",)
@@ -56,14 +56,15 @@ _AVX512 = (
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The kernels for one instruction set of ``CPU_ISAS``, which those before it are part of."""
+    """The kernels compiled for one instruction set of ``CPU_ISAS``, each of which includes the sets before
+    it."""
 
     name: str
     compiler_flags: tuple[str, ...]
 
     @property
     def cpu_flags(self) -> frozenset[str]:
-        """What the processor must have."""
+        """The CPU flags that the processor must have."""
         names = list(CPU_ISAS)
         return frozenset().union(*(CPU_ISAS[name] for name in names[: names.index(self.name) + 1]))
 
@@ -203,7 +204,7 @@ def _load(variant: Variant, override: str | None, cache_dir: Path, sanitize: boo
 
 def _declare(library: ctypes.CDLL) -> None:
     pointer, long, int_, float_ = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-    record = ctypes.c_void_p  # of model/ops/cpu/records.py
+    record = ctypes.c_void_p  # address of a structure of model/ops/cpu/records.py
     signatures = {
         "pack_linear": (pointer, pointer, int_, int_),
         "few_bits_needed": (pointer, int_, long, long, pointer, int_),

@@ -10,15 +10,15 @@ _ADDRESS, _INTEGER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
 def _fields(*groups: tuple[Any, str]) -> Sequence[tuple[str, Any]]:
-    """Fields of one type after the other, from the names of each."""
+    """Build the fields of a structure from pairs of a type and the names of its fields."""
     return [(name, kind) for kind, names in groups for name in names.split()]
 
 
-_STRIDES = "k_block_stride k_slot_stride v_block_stride v_slot_stride"  # of the caches, in elements
+_STRIDES = "k_block_stride k_slot_stride v_block_stride v_slot_stride"  # strides of the caches, in elements
 
 
 class AttentionArguments(ctypes.Structure):
-    """In cpp/attention.h."""
+    """Mirrors AttentionArguments in cpp/attention.h: the arguments of one call of paged_attention."""
 
     _fields_ = _fields(
         (_ADDRESS, "query k_cache v_cache output block_table query_start context_lens"),
@@ -30,7 +30,7 @@ class AttentionArguments(ctypes.Structure):
 
 
 class RopeArguments(ctypes.Structure):
-    """In cpp/kernels.h."""
+    """Mirrors RopeArguments in cpp/kernels.h: the arguments of one call of qk_norm_rope_cache_write."""
 
     _fields_ = _fields(
         (_ADDRESS, "qkv q_scale k_scale cos sin query k_cache v_cache slots"),
@@ -42,7 +42,7 @@ class RopeArguments(ctypes.Structure):
 
 
 class LayerArguments(ctypes.Structure):
-    """In cpp/layer.cpp: one decoder block, the same from step to step."""
+    """Mirrors LayerArguments in cpp/layer.cpp: one decoder block, the same from step to step."""
 
     _fields_ = _fields(
         (_ADDRESS, "qkv attention_output gate_up down"),
@@ -56,7 +56,7 @@ class LayerArguments(ctypes.Structure):
 
 
 class StepArguments(ctypes.Structure):
-    """In cpp/layer.cpp: one step's batch, for the layers of one kind."""
+    """Mirrors StepArguments in cpp/layer.cpp: one step's batch, for the layers of one group."""
 
     _fields_ = _fields(
         (_ADDRESS, "hidden residual first second cos sin slots block_table query_start context_lens"),
@@ -65,7 +65,7 @@ class StepArguments(ctypes.Structure):
 
 
 class PackedWeightRecord(ctypes.Structure):
-    """PackedWeight in cpp/linear.h."""
+    """Mirrors PackedWeight in cpp/linear.h: a weight in the kernels' layout."""
 
     _fields_ = (
         *_fields((_ADDRESS, "data scales"), (_INTEGER, "n k group")),
@@ -77,7 +77,7 @@ RECORDS = (AttentionArguments, RopeArguments, LayerArguments, StepArguments, Pac
 
 
 def check_sizes(library: ctypes.CDLL) -> None:
-    """Raises RuntimeError where a record of the library has another size than here."""
+    """Compare the sizes of all records with those of the library. Raises RuntimeError where one differs."""
     library.record_size.argtypes = (ctypes.c_int32,)
     library.record_size.restype = ctypes.c_int64
     for index, record in enumerate(RECORDS):

@@ -29,7 +29,7 @@ _ELEMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sketch:
-    """A head in 4 bits, which says about where each logit lies (cpp/greedy.cpp)."""
+    """A head in 4 bits, from which each logit is estimated and bounded (cpp/greedy.cpp)."""
 
     weight: "PackedWeight"
     spreads: torch.Tensor  # float32 [panels, sketch_spreads]
@@ -49,8 +49,8 @@ class PackedWeight:
     data: torch.Tensor
     scales: torch.Tensor | None
     descriptor: PackedWeightRecord
-    address: int  # of the descriptor
-    sketch: Sketch | None = None  # of a head, for the likeliest token
+    address: int  # address of the descriptor
+    sketch: Sketch | None = None  # only heads have one: for ``Ops.greedy``
 
     @property
     def nbytes(self) -> int:
@@ -68,8 +68,8 @@ class PackedWeight:
 
 
 def choose_storage(weight: torch.Tensor, wanted: WeightStorage, role: LinearRole) -> str:
-    """The form that a weight [out_features, in_features] is packed in. What has no whole groups of inputs is
-    not quantised."""
+    """Choose the form in which a weight [out_features, in_features] is packed. A weight whose inputs do not
+    divide into whole groups is not quantised."""
     if wanted in ("int8", "int4") and weight.shape[1] % GROUP == 0:
         return "int8" if role == "head" else wanted
     if wanted in ("float32", "bfloat16"):
@@ -107,7 +107,7 @@ def pack_weight(
 def pack_head(
     library: ctypes.CDLL, memory: HugePageMemory, weight: torch.Tensor, storage: str
 ) -> PackedWeight:
-    """The same for a head, with a sketch of it where it is int8."""
+    """Pack a head like ``pack_weight``, and make a sketch of it where it is int8."""
     packed = pack_weight(library, memory, weight, storage)
     if storage != "int8":
         return packed
@@ -135,14 +135,15 @@ def products_per_row(library: ctypes.CDLL, weight: PackedWeight) -> int:
 
 
 def _four_bits(library: ctypes.CDLL, out_features: int) -> torch.Tensor:
-    """The forms of panels that all have 4 bits."""
+    """The forms of panels that all have 4 bits, uint8 [panels]."""
     return torch.full(
         (library.few_bits_panels(out_features),), library.few_bits_form(4, True), dtype=torch.uint8
     )
 
 
 def _forms_needed(library: ctypes.CDLL, weight: torch.Tensor) -> torch.Tensor | None:
-    """The forms of every panel of an int5 weight, uint8 [panels]; None if it should rather be int8."""
+    """Find the form that each panel of an int5 weight needs, uint8 [panels]; None if the weight should be
+    int8 instead."""
     forms = torch.empty(library.few_bits_panels(weight.shape[0]), dtype=torch.uint8)
     is_bfloat16 = int(weight.dtype == torch.bfloat16)
     library.few_bits_needed(
@@ -155,8 +156,8 @@ def _forms_needed(library: ctypes.CDLL, weight: torch.Tensor) -> torch.Tensor | 
 def _room(
     library: ctypes.CDLL, memory: HugePageMemory, shape: torch.Size, storage: str, forms: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Tensors for the data, and for the scales of int8. Data of few bits begin with the places of their
-    panels and have their scales within (cpp/few_bits.h)."""
+    """Allocate the data of a packed weight, and the scales of an int8 one. Data of few bits begin with the
+    places of their panels and contain their scales (cpp/few_bits.h)."""
     out_features, in_features = shape
     if forms is None:
         num_elements = library.packed_elements(out_features, in_features)
@@ -177,7 +178,7 @@ def _empty(memory: HugePageMemory, count: int, dtype: torch.dtype) -> torch.Tens
 
 
 def take_apart(weight: PackedWeight) -> PackedForm:
-    """What ``put_together`` makes the weight of again, without packing."""
+    """Take a packed weight apart into a form from which ``put_together`` rebuilds it without packing."""
     tensors = {"data": weight.data, "scales": weight.scales}
     if weight.sketch is not None:
         sketch = weight.sketch
@@ -219,7 +220,7 @@ def _described(
 
 
 def _fits_bfloat16(weight: torch.Tensor) -> bool:
-    """Whether rounding to bfloat16 changes nothing; looked at in slices, most weights that do not fit show it
-    in the first."""
+    """Whether rounding to bfloat16 changes nothing. The weight is checked in slices, since most weights that
+    do not fit differ in the first one."""
     rows = max(1, (1 << 20) // weight.shape[1])
     return all(bool((piece == piece.bfloat16()).all()) for piece in torch.split(weight, rows))

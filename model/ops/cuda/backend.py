@@ -24,7 +24,7 @@ from model.ops.cuda.triton.paged_attention import Device
 from model.ops.interface import AttentionMetadata, Candidates, LinearWeight
 from model.ops.reference import PlainWeight, ReferenceOps
 
-# few processors: contexts are split or whole by the batch
+# so few processors that some batches of the tests split their contexts and some do not
 INTERPRETED_DEVICE = Device(num_processors=4, is_hopper=False)
 
 
@@ -32,8 +32,8 @@ class CudaOps(ReferenceOps):
     """Triton kernels on one device."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Sets torch's matrix products of this process to float32 sums, and float32 ones to be exact products
-        (no TF32)."""
+        """Set up the device. Sets torch's matrix products of this process to sum in float32, and float32
+        products to be exact (no TF32)."""
         super().__init__(device, dtype)
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = False
@@ -125,7 +125,7 @@ class CudaOps(ReferenceOps):
 
 
 class QuantizedCudaOps(QuantizedOps, CudaOps):
-    """The same with linear weights in 8 bits."""
+    """Triton kernels on one device, with linear weights in 8 bits."""
 
     def linear_int8(self, x: torch.Tensor, weight: Int8Weight) -> torch.Tensor:
         if x.shape[0] > int8_linear.MAX_ROWS:

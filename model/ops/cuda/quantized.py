@@ -21,15 +21,15 @@ from model.ops.reference import ReferenceOps
 Quantization = Literal["int8", "fp8"]
 FP8 = torch.float8_e4m3fn
 FP8_LARGEST = 448.0
-FP8_ALIGNMENT = 16  # that torch's product wants of both sides of a weight
+FP8_ALIGNMENT = 16  # torch's product wants both sizes of a weight to be multiples of this
 FP8_CAPABILITY = (8, 9)
-SMALLEST_SCALE = 1e-12  # of rows that are all zero
-PACKED_ROWS = 4096  # quantised at once, so that no copy of a whole weight in float32 exists
+SMALLEST_SCALE = 1e-12  # the scale of rows that are all zero
+PACKED_ROWS = 4096  # rows quantised at once, so that no float32 copy of a whole weight exists
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Int8Weight:
-    """weight[i, j] is data[i, j] * scales[i]."""
+    """An int8 weight with a scale per output: weight[i, j] is data[i, j] * scales[i]."""
 
     data: torch.Tensor  # int8 [out_features, in_features]
     scales: torch.Tensor  # float32 [out_features]
@@ -44,7 +44,8 @@ class Int8Weight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp8Weight:
-    """weight[i, j] is data[i, j] * scales[i]."""
+    """An fp8 weight (e4m3: 4 bits of exponent, 3 of mantissa, at most 448; Micikevicius et al. 2022) with a
+    scale per output: weight[i, j] is data[i, j] * scales[i]."""
 
     data: torch.Tensor  # float8_e4m3fn [out_features, in_features]
     scales: torch.Tensor  # float32 [out_features]
@@ -55,7 +56,8 @@ class Fp8Weight:
 
 
 def quantize_int8(weight: torch.Tensor) -> Int8Weight:
-    """Round a weight [out_features, in_features] to 8 bits with a scale per row."""
+    """Round a weight [out_features, in_features] to int8 with a scale per row, its largest absolute value /
+    127."""
     data = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
     for first in range(0, weight.shape[0], PACKED_ROWS):
@@ -67,9 +69,10 @@ def quantize_int8(weight: torch.Tensor) -> Int8Weight:
 
 
 def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round a matrix [n, k] to fp8 with a scale per row: (float8_e4m3fn [n, k], float32 [n])."""
+    """Round a matrix [n, k] to fp8 with a scale per row, its largest absolute value / 448 -> (float8_e4m3fn
+    [n, k], float32 [n])."""
     scales = (x.abs().amax(dim=1).float() / FP8_LARGEST).clamp_(min=SMALLEST_SCALE)
-    # Of a quotient that rounding took past the largest number, the conversion would make NaN.
+    # The conversion would make NaN of a quotient that rounding took past the largest number.
     return (x.float() / scales[:, None]).clamp_(-FP8_LARGEST, FP8_LARGEST).to(FP8), scales
 
 
@@ -80,8 +83,8 @@ def pack_fp8(weight: torch.Tensor) -> Fp8Weight:
 
 
 def fp8_linear(x: torch.Tensor, weight: Fp8Weight) -> torch.Tensor:
-    """x [n, in_features], rounded to fp8 token by token, times weight transposed -> [n, out_features] in x's
-    dtype."""
+    """Multiply x [n, in_features], rounded to fp8 with a scale per token, by the transposed weight -> [n,
+    out_features] in x's dtype."""
     data, scales = quantize_fp8(x)
     return torch._scaled_mm(
         data, weight.data.t(), scale_a=scales[:, None], scale_b=weight.scales[None, :], out_dtype=x.dtype

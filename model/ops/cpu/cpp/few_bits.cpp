@@ -7,7 +7,8 @@ namespace gemserve {
 namespace {
 
 template <class In>
-void round_tile(const In* x, int64_t k, int rows, int32_t* quads, float* factors, int32_t* starts) {
+void round_tile(const In* x, int64_t k, int rows, const float* dither, int32_t* quads, float* factors,
+                int32_t* starts) {
   for (int r = 0; r < rows; ++r, x += k)
     for (int64_t g = 0; g < k / GROUP; ++g) {
       const In* from = x + g * GROUP;
@@ -27,17 +28,22 @@ void round_tile(const In* x, int64_t k, int rows, int32_t* quads, float* factors
       const float step = finite ? top / 127.0f : NAN;
       factors[2 * g * rows + r] = step;
       factors[(2 * g + 1) * rows + r] = step * static_cast<float>(first_two + last_two);
-      starts[2 * g * rows + r] = ByteSum::start_of(-8 * first_two, -8 * last_two);
+      float shift = 0.0f;  // of the sum, by the dither
+      for (int64_t i = 0; i < GROUP && dither; ++i)
+        shift += dither[g * GROUP + i] * static_cast<float>(rounded[i]);
+      starts[2 * g * rows + r] =
+          ByteSum::start_of(-8 * first_two, -8 * last_two + static_cast<int32_t>(std::nearbyint(shift)));
       starts[(2 * g + 1) * rows + r] = ByteSum::start_of(-16 * first_two, -16 * last_two);
     }
 }
 
 template <class In>
-void round_tiles(const In* x, const RowTiles& tiles, int64_t k, int32_t* quads, float* factors,
-                 int32_t* starts, int threads) {
+void round_tiles(const In* x, const RowTiles& tiles, int64_t k, const float* dither, int32_t* quads,
+                 float* factors, int32_t* starts, int threads) {
   parallel_for(tiles.count, tiles.m * k < 65536 ? 1 : threads, 1, [&](int64_t t) {
     const int64_t first = tiles.first(t), at = first * (k / GROUP * 2);
-    round_tile(x + first * k, k, tiles.rows(t), quads + first * (k / 4) * COPIES, factors + at, starts + at);
+    round_tile(x + first * k, k, tiles.rows(t), dither, quads + first * (k / 4) * COPIES, factors + at,
+               starts + at);
   });
 }
 
@@ -82,15 +88,15 @@ void multiply(const PackedWeight& weight, const RoundedRows& x, Out* out, int th
 
 }  // namespace
 
-RoundedRows round_rows(const void* x, bool x_bf16, int64_t m, int64_t k, int threads) {
+RoundedRows round_rows(const void* x, bool x_bf16, int64_t m, int64_t k, int threads, const float* dither) {
   const RowTiles tiles(m);
   int32_t* quads = workspace<int32_t, kInputs>(m * (k / 4) * COPIES);
   float* factors = workspace<float, kWidened>(m * (k / GROUP * 2));
   int32_t* starts = workspace<int32_t, kStarts>(m * (k / GROUP * 2));
   if (x_bf16)
-    round_tiles(static_cast<const bf16*>(x), tiles, k, quads, factors, starts, threads);
+    round_tiles(static_cast<const bf16*>(x), tiles, k, dither, quads, factors, starts, threads);
   else
-    round_tiles(static_cast<const float*>(x), tiles, k, quads, factors, starts, threads);
+    round_tiles(static_cast<const float*>(x), tiles, k, dither, quads, factors, starts, threads);
   return {tiles, k, quads, factors, starts};
 }
 

@@ -44,8 +44,10 @@ struct RoundedRows {
   const int32_t* starts_of(int64_t tile) const { return starts + tiles.first(tile) * (k / GROUP * 2); }
 };
 
-// In memory of the calling thread that lasts until its next product.
-RoundedRows round_rows(const void* x, bool x_bf16, int64_t m, int64_t k, int threads);
+// In memory of the calling thread that lasts until its next product. With ``dither`` [k], the starts for 4
+// bits are for weights that are scale * (u + dither - centre) + middle, to the nearest integer.
+RoundedRows round_rows(const void* x, bool x_bf16, int64_t m, int64_t k, int threads,
+                       const float* dither = nullptr);
 
 // A panel of the weight's data, which starts with the panels' places: int64 [panels + 1], bytes from its
 // start.
@@ -175,8 +177,9 @@ INLINE void few_bits_tile(const int32_t* x, const float* factors, const int32_t*
 void linear_few_bits(const PackedWeight& weight, const void* x, bool x_bf16, int64_t m, void* out,
                      bool out_bf16, int threads);
 void pack_few_bits(const PackedWeight& weight, const void* source, bool source_bf16, int threads);
-// 4 bits of an int8 weight, the steps between a group's least and largest value; a group's errors add up to
-// about nothing.
-void pack_plain_four_bits(const PackedWeight& weight, const PackedWeight& int8, int threads);
+// An int8 weight in 4 bits with a dither, scale * (u + dither - centre) + middle: the steps between a group's
+// least and largest value; a group's errors add up to about nothing.
+void pack_dithered_four_bits(const PackedWeight& weight, const PackedWeight& int8, const float* dither,
+                             int threads);
 
 }  // namespace gemserve

@@ -140,15 +140,20 @@ void round_to_four_bits(const float* w, Group& group) {
   if (best == INFINITY) poison_group(group);
 }
 
-// The steps between the least and the largest value; the errors add up to about nothing.
-void round_to_four_bits_plainly(const float* w, Group& group) {
-  const float least = *std::min_element(w, w + GROUP), step = (*std::max_element(w, w + GROUP) - least) / 15;
-  round_group(w, step, least + centre_of(4) * step, 4, group);
-  const float scale = _cvtsh_ss(group.scale), middle = _cvtsh_ss(group.middle);
+// The steps between the least and the largest value, moved by the dither [GROUP] of each input, which leaves
+// no value further than half a step away; the errors add up to about nothing.
+void round_to_dithered_four_bits(const float* w, const float* dither, Group& group) {
+  const float least = *std::min_element(w, w + GROUP), range = *std::max_element(w, w + GROUP) - least;
+  group.scale = to_half(range / 15);
+  const float step = _cvtsh_ss(group.scale),
+              base = _cvtsh_ss(to_half(least + centre_of(4) * step)) - centre_of(4) * step;
   float error = 0.0f;
-  for (int64_t i = 0; i < GROUP; ++i)
-    error += middle + scale * static_cast<float>(group.u[i] - centre_of(4)) - w[i];
-  group.middle = to_half(middle - error / GROUP);
+  for (int64_t i = 0; i < GROUP; ++i) {
+    const float u = step != 0.0f ? std::nearbyint((w[i] - base) / step - dither[i]) : 0.0f;
+    group.u[i] = static_cast<uint8_t>(std::max(0.0f, std::min(15.0f, u)));
+    error += base + step * (static_cast<float>(group.u[i]) + dither[i]) - w[i];
+  }
+  group.middle = to_half(base + centre_of(4) * step - error / GROUP);
 }
 
 // A weight as it came; zeros beyond the last feature.
@@ -163,7 +168,7 @@ struct Source {
 };
 
 // The rounding of a panel's form. For more than 4 bits, only what ``form_of_panel`` found to fit comes here.
-void round_to(int bits, const float* w, Group& group) {
+void round_to(int bits, int64_t, const float* w, Group& group) {
   if (bits == 4)
     round_to_four_bits(w, group);
   else
@@ -203,7 +208,7 @@ void put(const Group& group, int bits, int feature, uint8_t* to) {
   }
 }
 
-// read(feature, group, w) says what the weight is.
+// read(feature, group, w) says what the weight is, round(bits, group, w, result) rounds a group of it.
 template <class Read, class Round>
 void pack(const PackedWeight& weight, const Read& read, const Round& round, int threads) {
   const int64_t k = weight.k;
@@ -216,7 +221,7 @@ void pack(const PackedWeight& weight, const Read& read, const Round& round, int 
     for (int j = 0; j < NR; ++j)
       for (int64_t g = 0; g < k / GROUP; ++g) {
         read(p * NR + j, g, w);
-        round(panel.bits, w, group);
+        round(panel.bits, g, w, group);
         uint8_t* at = to + g * panel.stride();
         put(group, panel.bits, j, at);
         half* scales = reinterpret_cast<half*>(at + weights_bytes(panel.bits));
@@ -235,10 +240,13 @@ void pack_few_bits(const PackedWeight& weight, const void* source, bool source_b
     pack(weight, Source<float>{static_cast<const float*>(source), weight.n, weight.k}, round_to, threads);
 }
 
-void pack_plain_four_bits(const PackedWeight& weight, const PackedWeight& int8, int threads) {
+void pack_dithered_four_bits(const PackedWeight& weight, const PackedWeight& int8, const float* dither,
+                             int threads) {
   const auto read = [&](int64_t feature, int64_t g, float* w) { int8_group(int8, feature, g, w); };
-  pack(
-      weight, read, [](int, const float* w, Group& group) { round_to_four_bits_plainly(w, group); }, threads);
+  const auto round = [&](int, int64_t g, const float* w, Group& group) {
+    round_to_dithered_four_bits(w, dither + g * GROUP, group);
+  };
+  pack(weight, read, round, threads);
 }
 
 }  // namespace gemserve

@@ -39,8 +39,8 @@ def _attend(
     TILE_KEYS: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
 ):
-    """(sums of weighted values [M, D], largest score [M], sum of weights [M]) over the keys of tiles
-    first_tile : last_tile."""
+    """Attend over the keys of tiles first_tile : last_tile -> (sums of weighted values [M, D], largest score
+    [M], sum of weights [M]), all float32."""
     dims = tl.arange(0, DIM_BLOCK)
     sums = tl.zeros([TILE_ROWS, DIM_BLOCK], dtype=tl.float32)
     largest = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
@@ -103,7 +103,7 @@ def decode_kernel(
     TILE_KEYS: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
 ):
-    """One sequence with one query, one KV head, one split of the context."""
+    """Attend with the one query of one sequence, for one KV head, over one split of the context."""
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     token = tl.load(query_start + sequence)
     if tl.load(query_start + sequence + 1) - token != 1:
@@ -156,8 +156,8 @@ def decode_kernel(
 def _splits(
     context, WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, TILE_KEYS: tl.constexpr
 ):
-    """(first visible key, its tile, number of tiles, tiles of each split) of a decode. The writers of parts
-    and their reader."""
+    """Divide the context of a decode -> (first visible key, its tile, number of tiles, tiles of each split).
+    Used by the programs that write the splits and by the one that reads them."""
     first_key = context * 0
     if WINDOW > 0:
         first_key = tl.maximum(context - WINDOW, 0)
@@ -183,7 +183,7 @@ def reduce_kernel(
     SPLITS_STEP: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
 ):
-    """The splits of one sequence and query head put together."""
+    """Merge the splits of one sequence and query head."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(query_start + sequence)
     if tl.load(query_start + sequence + 1) - token != 1:
@@ -242,7 +242,7 @@ def prefill_kernel(
     TILE_KEYS: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
 ):
-    """TILE_QUERIES queries of one sequence with several, and one KV head. Row r of the tile is query r //
+    """Attend with TILE_QUERIES queries of one sequence for one KV head. Row r of the tile is query r //
     GROUP, head r % GROUP.
 
     Sequence i has the tiles from query_start[i] // TILE_QUERIES + i on: these starts ascend, and leave enough
@@ -264,7 +264,7 @@ def prefill_kernel(
     if num_queries <= 1 or first_query >= num_queries:
         return
     context = tl.load(context_lens + sequence)
-    position = context - num_queries + first_query  # of the tile's first query
+    position = context - num_queries + first_query  # position of the tile's first query
     end = tl.minimum(position + TILE_QUERIES, context)  # past the last key that its last query sees
     first_key = position * 0
     if WINDOW > 0:

@@ -14,7 +14,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """float32 x as dtype, to nearest, ties to even."""
+    """Round float32 x to dtype, to nearest, ties to even."""
     if INTERPRETED:
         if dtype == tl.bfloat16:
             bits = x.to(tl.int32, bitcast=True)
@@ -25,7 +25,8 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def product(a, b, accumulator):
-    """accumulator + a @ b in float32 for operands as they lie in memory: exact products, never TF32."""
+    """Compute accumulator + a @ b in float32 for operands as they lie in memory: exact products, never
+    TF32."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -34,7 +35,8 @@ def product(a, b, accumulator):
 
 @triton.jit
 def weighted_sum(weights, values, accumulator):
-    """accumulator + weights @ values for float32 weights in [0, 1]; with bfloat16 values on tensor cores.
+    """Compute accumulator + weights @ values for float32 weights in [0, 1]; with bfloat16 values on tensor
+    cores.
 
     A weight goes in as the sum of two bfloat16 numbers, which leaves it 16 bits: rounded to one, every weight
     would be off by up to 2^-9, and the sum no longer be one of float32.

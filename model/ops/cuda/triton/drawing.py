@@ -61,7 +61,7 @@ def list_candidates_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The kept tokens of one block, to their places in order of id."""
+    """Write the kept tokens of one block to their places in order of id."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     border, above, target = search_state(
         states, bins, row, num_rows, LAST_PASS, sums, False, NUM_BLOCKS, BLOCKS
@@ -92,8 +92,8 @@ def _border(
     states, bins, row, num_rows, largest, temperature, top_p, min_p,
     MASS_SCALE: tl.constexpr, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """(border, mass of a token at it, number of those that are kept): top_p keeps all tokens above the
-    border."""
+    """Find where top_p cuts -> (border, mass of a token at it, number of tokens at it that are kept); all
+    tokens above the border are kept."""
     border, num_kept, each = row * 0 - 1, row * 0, row * 0
     if tl.load(top_p + row) < 1.0:
         border, above, target = search_state(
@@ -160,8 +160,8 @@ def draw_kernel(
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The first token, in order of id, with which the mass of the kept ones exceeds uniform times the whole
-    of it."""
+    """Draw the first token, in order of id, at which the running mass of the kept tokens exceeds uniform
+    times their total mass."""
     row = tl.program_id(0).to(tl.int64)
     largest, warmth, least = (
         _row_maximum(maxima, row, NUM_BLOCKS, BLOCKS),

@@ -68,7 +68,7 @@ def geglu_kernel(gate_up, output, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 def _norm_and_rotate(
     first, second, scale, cos, sin, halves, inside, eps, HEAD_DIM: tl.constexpr, kind: tl.constexpr
 ):
-    """Both halves [T, D / 2] of each token's head, normed and rotated."""
+    """Normalise and rotate one head of T tokens -> both halves [T, D / 2], float32."""
     first, second = first.to(tl.float32), second.to(tl.float32)
     squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
     factor = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]

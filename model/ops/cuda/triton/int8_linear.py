@@ -60,8 +60,8 @@ def int8_linear_kernel(
 def int8_linear(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, num_processors: int
 ) -> torch.Tensor:
-    """x [n, in_features] times (weight int8 [out_features, in_features] * scales float32 [out_features])', in
-    x's dtype.
+    """Multiply x [n, in_features] by the transposed weight, int8 [out_features, in_features] times scales
+    float32 [out_features] -> [n, out_features] in x's dtype.
 
     A layer with fewer columns than keep the device busy has its depth split, and the parts are added up in a
     fixed order. Launches depend on shapes alone, so that a CUDA graph may hold them.

@@ -19,7 +19,7 @@ SPLITS_STEP = 16  # parts that the reduction holds at once
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What launches are sized by."""
+    """The traits of a GPU that the sizes of launches depend on."""
 
     num_processors: int
     # or Blackwell's data centre cards: 227 KiB of shared memory, matrix instructions of four warps and 64
@@ -28,8 +28,8 @@ class Device:
 
     @classmethod
     def of(cls, properties: Any) -> "Device":
-        """From torch's description. Blackwell's consumer cards, 12.x, are newer but have the 99 KiB of
-        Ampere's."""
+        """Read the traits from torch's description. Blackwell's consumer cards, 12.x, are newer but have the
+        99 KiB of Ampere's."""
         return cls(properties.multi_processor_count, 9 <= properties.major < 12)
 
 
@@ -57,7 +57,8 @@ def choose_tiles(head_dim: int, dtype: torch.dtype, device: Device) -> Tiles:
 
 
 def choose_num_splits(num_seqs: int, num_kv_heads: int, window: int | None, num_processors: int) -> int:
-    """Into how many parts each context is split. A power of two, so that few variants are ever compiled."""
+    """Choose the number of parts that each context is split into: a power of two, so that few variants are
+    ever compiled."""
     wanted = PROGRAMS_PER_PROCESSOR * num_processors // (num_seqs * num_kv_heads)
     most = MAX_SPLITS if window is None else min(MAX_SPLITS, window // MIN_SPLIT_KEYS)
     return 1 << (max(1, min(wanted, most)).bit_length() - 1)
@@ -71,7 +72,8 @@ def paged_attention(
     scale: float,
     device: Device,
 ) -> torch.Tensor:
-    """[n, Hq * D]. Looks at the metadata's host copies only for which kinds of sequences there are."""
+    """Launch attention as ``Ops.paged_attention`` specifies it -> [n, Hq * D]. Uses the metadata's host
+    copies only to see which kinds of sequences there are."""
     num_tokens, num_heads, head_dim = query.shape
     num_seqs = len(metadata.query_lens)
     output = torch.empty_like(query)
@@ -101,7 +103,7 @@ def _decode(
     num_splits = choose_num_splits(num_seqs, num_kv_heads, metadata.window, device.num_processors)
     dim_block = max(16, triton.next_power_of_2(head_dim))
     min_tiles = max(1, MIN_SPLIT_KEYS // tiles.keys)
-    partial_sums = partial_stats = output  # not touched without splits
+    partial_sums = partial_stats = output  # neither read nor written where nothing is split
     if num_splits > 1:
         partial_sums = query.new_empty((num_seqs, num_heads, num_splits, head_dim), dtype=torch.float32)
         partial_stats = query.new_empty((num_seqs, num_heads, num_splits, 2), dtype=torch.float32)

@@ -10,14 +10,14 @@ from model.ops.cuda.triton.common import INTERPRETED
 from model.ops.interface import Candidates
 
 BLOCK = 4096  # logits of one program: 64 programs for a row of the whole vocabulary
-CHUNK = 256  # of them, counted at once: sixteen integers each are held in registers
+CHUNK = 256  # logits counted at once: sixteen integers each are held in registers
 CHUNK_INTERPRETED = 65536  # the interpreter takes as long for a small tensor as for a large one
 NUM_PASSES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Logits and what every pass over them wants to know."""
+    """Rows of logits and the values that every pass over them reads."""
 
     logits: torch.Tensor  # float32 [r, V]
     num_blocks: int
@@ -31,7 +31,8 @@ class Rows:
 
     @property
     def mass_scale(self) -> float:
-        """A power of two: exact to multiply by, and the mass of a whole row stays below 2^63."""
+        """The integer mass of the likeliest token: a power of two, exact to multiply by, that keeps a whole
+        row below 2^63."""
         return float(2 ** (62 - (self.logits.shape[1] - 1).bit_length()))
 
     @property
@@ -53,7 +54,8 @@ def survey(logits: torch.Tensor) -> Rows:
 
 
 def finite_and_likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(bool [r], int64 [r]) of each row: whether all of it is finite, and its likeliest token."""
+    """Tell for each row whether all of it is finite, and its likeliest token: float32 [r, V] -> (bool [r],
+    int64 [r])."""
     num_rows, size = logits.shape
     is_finite = torch.empty(num_rows, dtype=torch.int8, device=logits.device)
     likeliest = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -75,8 +77,8 @@ def finite_and_likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 def _search(
     rows: Rows, temperature: torch.Tensor, top_p: torch.Tensor, k: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(states, bins) of a search for the k likeliest tokens, or for those that top_p keeps, all but its last
-    half step."""
+    """Search for the k likeliest tokens, or for those that top_p keeps -> (states, bins) of all passes; the
+    bins of the last pass are still to be evaluated (``search_state``)."""
     num_rows, size = rows.logits.shape
     states = torch.zeros(
         (NUM_PASSES, num_rows, selection.STATE.value), dtype=torch.int64, device=rows.logits.device

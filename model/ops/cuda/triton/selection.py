@@ -14,13 +14,13 @@ import triton.language as tl
 
 BINS: tl.constexpr = tl.constexpr(16)  # four bits
 LAST_PASS: tl.constexpr = tl.constexpr(7)
-# of the search, per pass and row: leading bits, mass above them, target, unused
+# columns of a search's state, per pass and row: leading bits, mass above them, target, unused
 STATE: tl.constexpr = tl.constexpr(4)
 
 
 @triton.jit
 def ordered(x):
-    """int64 in [0, 2^32) that orders as float32 x does: equal for both zeros, 0 for NaN."""
+    """Map float32 x to int64 in [0, 2^32) with the same order: equal for both zeros, 0 for NaN."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return tl.where(x == x, key.to(tl.int64) + 2147483648, 0)
@@ -28,21 +28,21 @@ def ordered(x):
 
 @triton.jit
 def logit_of(key):
-    """float32 of which ``ordered`` made this."""
+    """Return the float32 that ``ordered`` maps to this key."""
     signed = (key - 2147483648).to(tl.int32)
     return tl.where(signed < 0, signed ^ 0x7FFFFFFF, signed).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def weight(x, largest, temperature):
-    """Likelihood relative to the likeliest token, float32 in [0, 1]; 0 for NaN."""
+    """The likelihood relative to the likeliest token, float32 in [0, 1]; 0 for NaN."""
     relative = tl.exp((x - largest) / temperature)
     return tl.where(relative == relative, relative, 0.0)
 
 
 @triton.jit
 def mass(weights, MASS_SCALE: tl.constexpr):
-    """int64: weights as multiples of 1 / MASS_SCALE, so many that the sum of a whole row stays below 2^63."""
+    """Convert weights to int64 multiples of 1 / MASS_SCALE, whose sum over a whole row stays below 2^63."""
     return (weights * MASS_SCALE).to(tl.int64)
 
 
@@ -56,8 +56,8 @@ def _row_maximum(maxima, row, NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr):
 
 @triton.jit
 def survey_kernel(logits, maxima, places, not_finite, size, NUM_BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of each block: the largest logit, its lowest id, and whether a NaN or an infinity is among them. NaN is
-    no maximum."""
+    """Find for each block the largest logit, its lowest id, and whether the block holds a NaN or an infinity.
+    NaN is never the largest."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * size + ids, mask=ids < size, other=0.0)
@@ -96,8 +96,7 @@ def search_state(
     NUM_BLOCKS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """(leading bits, mass above them, target) once pass ``finished`` is through: the search one digit
-    further.
+    """Read the search after pass ``finished``, one digit further -> (leading bits, mass above them, target).
 
     The target is the mass, or the number, that the kept tokens have to reach.
     """
@@ -114,7 +113,7 @@ def search_state(
             whole = wanted.to(tl.int64)
             whole += (whole.to(tl.float64) < wanted).to(tl.int64)
             target = tl.maximum(tl.minimum(whole, total), 1)  # the likeliest token is always kept
-    # with digit d and above
+    # mass of the tokens with digit d and above
     reached = above + tl.sum(tl.where(digits[None, :] >= digits[:, None], each[None, :], 0), axis=1)
     digit = tl.max(tl.where(reached >= target, digits, 0), axis=0)
     above += tl.sum(tl.where(digits > digit, each, 0), axis=0)
@@ -139,8 +138,8 @@ def search_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Pass ``step`` over one block: the mass (or number) of its tokens of each next digit, among those with
-    the bits so far."""
+    """Run pass ``step`` over one block: sum the mass (or number) of its tokens for each next digit, among the
+    tokens with the leading bits so far."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if BY_MASS:
         if tl.load(top_p + row) >= 1.0:
@@ -165,7 +164,7 @@ def search_kernel(
         x = tl.load(logits + row * size + ids, mask=ids < size, other=float("nan"))
         key = ordered(x)
         matches = (ids < size) & ((key >> (shift + 4)) == bits)
-        if tl.max(matches.to(tl.int32), axis=0) > 0:  # after a few passes, seldom
+        if tl.max(matches.to(tl.int32), axis=0) > 0:  # seldom true after a few passes
             digits = tl.where(matches, (key >> shift) & (BINS - 1), -1).to(tl.int32)
             masses = matches.to(tl.int64)
             if BY_MASS:
